@@ -1,0 +1,1 @@
+"""Measurements of zerostep against its peers."""

@@ -1,0 +1,83 @@
+"""Interleaved rounds on all ranks, their quartiles, and Markdown tables of them."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Probe = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The rounds of one probe in seconds; each is the slowest rank's."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile."""
+        if len(self.seconds) == 1:
+            return (self.seconds[0],) * 3
+        low, middle, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, middle, high
+
+    @property
+    def median(self) -> float:
+        """The median round."""
+        return self.quartiles[1]
+
+
+def interleave(probes: Mapping[str, Probe], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Time every probe once per round, after a barrier; collective. Returns the slowest rank's seconds per round.
+
+    Each round starts with another probe, so that none always follows the same neighbour.
+    """
+    names = list(probes)
+    local: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warmup + rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            local[name].append(timed(probes[name]))
+    return {name: slowest(seconds[warmup:]) for name, seconds in local.items()}
+
+
+def timed(probe: Probe) -> float:
+    """Time one call on this rank, from a barrier, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    start = time.perf_counter()
+    probe()
+    elapsed = time.perf_counter() - start
+    gc.enable()
+    return elapsed
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """Return each round's maximum over the ranks; collective."""
+    rounds = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    return [float(value) for value in rounds]
+
+
+def spread_cells(timing: Timing) -> list[str]:
+    """Return the median and the quartiles in milliseconds as table cells."""
+    low, middle, high = (1e3 * value for value in timing.quartiles)
+    return [f"{middle:.2f}", f"{low:.2f} - {high:.2f}"]
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns: the first to the left, the others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = [f"{'-' * (width - 1)}{':' if column else '-'}" for column, width in enumerate(widths)]
+    return "\n".join(_line(cells, widths) for cells in (lines[0], rule, *lines[1:]))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"

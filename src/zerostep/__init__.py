@@ -1,0 +1,6 @@
+"""Optimizer-state sharding for PyTorch data-parallel training: same numbers as DDP, 1/N of the memory."""
+
+from zerostep.version import __version__
+from zerostep.zero import ZeroRedundancyOptimizer
+
+__all__ = ["ZeroRedundancyOptimizer", "__version__"]

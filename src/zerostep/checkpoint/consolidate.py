@@ -1,0 +1,55 @@
+"""The state of all ranks as one `torch.optim` state dict, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerostep.groups import Group
+from zerostep.objects import gather_object
+from zerostep.transport import Transport
+
+__all__ = ["collect", "merge", "pack_groups"]
+
+StateDict = dict[str, Any]
+
+
+def collect(transport: Transport, inner: Optimizer, index_of: Mapping[Tensor, int], to: int) -> list[StateDict]:
+    """The state dict of every rank's inner optimizer, keyed by global index, on rank `to`; nothing elsewhere."""
+    return gather_object(transport, _shard(inner, index_of), to)
+
+
+def merge(shards: Sequence[StateDict], groups: Sequence[Group]) -> StateDict:
+    """What the unsharded optimizer's `state_dict()` would return."""
+    entries = [item for shard in reversed(shards) for item in shard["state"].items()]
+    # Parameters by number, then whatever else an optimizer keeps, by name; the lowest rank's word counts there.
+    state = dict(sorted(dict(entries).items(), key=lambda item: (isinstance(item[0], str), item[0])))
+    return {"state": state, "param_groups": pack_groups(groups)}
+
+
+def pack_groups(groups: Sequence[Group]) -> list[Group]:
+    """Groups with numbers in place of parameters; one that is listed twice keeps its first number."""
+    numbers: dict[Tensor, int] = {}
+    for place, param in enumerate(chain.from_iterable(group["params"] for group in groups)):
+        numbers.setdefault(param, place)
+    return [{**_unbound(group), "params": [numbers[param] for param in group["params"]]} for group in groups]
+
+
+def _unbound(group: Group) -> Group:
+    return {key: list(value) if key == "param_names" else value for key, value in group.items()}
+
+
+def _shard(inner: Optimizer, index_of: Mapping[Tensor, int]) -> StateDict:
+    found = inner.state_dict()
+    numbers = {
+        local: index_of[param]
+        for packed, group in zip(found["param_groups"], inner.param_groups, strict=True)
+        for local, param in zip(packed["params"], group["params"], strict=True)
+    }
+    state = {numbers.get(key, key): value for key, value in found["state"].items()}
+    owned = [[numbers[local] for local in packed["params"]] for packed in found["param_groups"]]
+    return {"state": state, "param_groups": [{"params": members} for members in owned]}

@@ -1,0 +1,135 @@
+"""A full `torch.optim` state dict into one rank's inner optimizer: validate everything, then commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerostep.groups import Group, options
+
+__all__ = ["commit", "local_part", "validate"]
+
+StateDict = dict[str, Any]
+
+# Every tensor in the state of these is a scalar or shaped like its parameter.
+_PARAMETER_SHAPED = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.Muon,
+)
+
+
+def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer) -> dict[Any, int]:
+    """Check the whole dict against all parameters; the numbers of its parameter ids. `ValueError` if it cannot fit."""
+    _check_keys(state_dict)
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(f"the state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}")
+    for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+        if len(theirs["params"]) != len(ours["params"]):
+            raise ValueError(
+                f"group {number} of the state dict has {len(theirs['params'])} parameters, "
+                f"the optimizer's has {len(ours['params'])}"
+            )
+    numbers: dict[Any, int] = {}
+    for place, saved_id in enumerate(chain.from_iterable(group["params"] for group in saved)):
+        numbers.setdefault(saved_id, place)
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    for saved_id, entry in state_dict["state"].items():
+        _check_entry(saved_id, entry, numbers, params, inner)
+    return numbers
+
+
+def _check_keys(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f'a state dict needs the keys "state" and "param_groups"; got {found}')
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f'group {number} of the state dict has no key "params"')
+
+
+def _check_entry(
+    saved_id: Any, entry: Any, numbers: Mapping[Any, int], params: Sequence[Tensor], inner: Optimizer
+) -> None:
+    if saved_id not in numbers:
+        raise ValueError(f"the state dict holds state for parameter {saved_id!r}, which is in none of its groups")
+    if not isinstance(entry, Mapping):
+        raise ValueError(
+            f"the state of parameter {saved_id!r} is {entry!r}, not a dict: load a complete state dict that no other "
+            "optimizer has taken apart"
+        )
+    param = params[numbers[saved_id]]
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and not _fits(key, value, param, inner):
+            raise ValueError(
+                f"state {key!r} of parameter {saved_id!r} has shape {tuple(value.shape)}, "
+                f"the parameter has shape {tuple(param.shape)}"
+            )
+
+
+def _fits(key: str, value: Tensor, param: Tensor, inner: Optimizer) -> bool:
+    if isinstance(inner, _PARAMETER_SHAPED):
+        return value.numel() == 1 or value.shape == param.shape
+    live = inner.state[param].get(key) if param in inner.state else None
+    return not isinstance(live, Tensor) or live.shape == value.shape
+
+
+def local_part(state_dict: StateDict, numbers: Mapping[Any, int], owned: Sequence[Sequence[int]]) -> StateDict:
+    """The entries of the parameters in `owned`, numbers by group, as a state dict for the inner optimizer."""
+    ids = {number: saved_id for saved_id, number in numbers.items()}
+    members = [[ids[number] for number in group] for group in owned]
+    mine = set(chain.from_iterable(members))
+    return {
+        "state": {saved_id: entry for saved_id, entry in state_dict["state"].items() if saved_id in mine},
+        "param_groups": [
+            {**options(dict(group)), "params": list(ids_of_group)}
+            for group, ids_of_group in zip(state_dict["param_groups"], members, strict=True)
+        ],
+    }
+
+
+def commit(inner: Optimizer, part: StateDict) -> None:
+    """Replace all state of `inner` by copies, or leave it as it was."""
+    before = inner.state, inner.param_groups
+    params = dict(
+        zip(
+            chain.from_iterable(group["params"] for group in part["param_groups"]),
+            chain.from_iterable(group["params"] for group in inner.param_groups),
+            strict=True,
+        )
+    )
+    copies = {saved_id: _copy(entry, params[saved_id].device) for saved_id, entry in part["state"].items()}
+    # Options that the dict does not know keep their values, as an older checkpoint's would.
+    groups = [{**options(old), **new} for old, new in zip(inner.param_groups, part["param_groups"], strict=True)]
+    try:
+        inner.load_state_dict({"state": copies, "param_groups": groups})
+    except Exception:
+        inner.state, inner.param_groups = before
+        raise
+
+
+def _copy(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor cloned that the inner optimizer would otherwise share with the caller."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.device == device or value.numel() == 1 else value
+    if isinstance(value, Mapping):
+        return {key: _copy(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        copies: Callable[[Any], Any] = type(value)
+        return copies(_copy(item, device) for item in value)
+    return value

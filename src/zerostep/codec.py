@@ -1,0 +1,156 @@
+"""Nested Python values as JSON text plus a list of tensors: what travels between ranks instead of a pickle.
+
+Numbers, text, `None`, lists, tuples, dicts and tensors survive unchanged. Anything else is refused by name: a value
+that only pickle could carry would let one rank run code on another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerostep.buffers import is_dense
+
+__all__ = ["Packed", "TensorSpec", "pack", "specs", "unpack"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that travels beside the text, in memory order."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for the tensor."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A value as text and tensors; the text says which tensor stands where."""
+
+    text: bytes
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all the tensors' elements."""
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors)
+
+
+def pack(value: Any) -> Packed:
+    """Take `value` apart; `TypeError` names the first type that cannot travel, and where it stands."""
+    tensors: list[Tensor] = []
+    tree = _encode(value, "value", tensors)
+    head = [[list(tensor.shape), list(tensor.stride()), _dtype_name(tensor.dtype)] for tensor in tensors]
+    return Packed(json.dumps([head, tree], separators=(",", ":")).encode(), tuple(tensors))
+
+
+def specs(text: bytes) -> tuple[TensorSpec, ...]:
+    """The tensors that belong to `text`, so that memory can be made ready for them."""
+    head, _ = _parse(text)
+    return tuple(_spec(*entry) for entry in head)
+
+
+def unpack(text: bytes, tensors: Sequence[Tensor]) -> Any:
+    """Put a value together again."""
+    head, tree = _parse(text)
+    if len(head) != len(tensors):
+        raise ValueError(f"the text speaks of {len(head)} tensors, {len(tensors)} came with it")
+    return _decode(tree, tensors)
+
+
+def _spec(shape: list[int], strides: list[int], name: str) -> TensorSpec:
+    """Refuses what would make two elements share memory or leave gaps: sizes come from another rank."""
+    found = TensorSpec(tuple(shape), tuple(strides), _dtype(name))
+    if not is_dense(torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")):
+        raise ValueError(f"a tensor of shape {shape} with strides {strides} does not fill its memory")
+    return found
+
+
+def _parse(text: bytes) -> tuple[list[Any], Any]:
+    found = json.loads(text)
+    if not (isinstance(found, list) and len(found) == 2 and isinstance(found[0], list)):
+        raise ValueError("not a packed value")
+    return found[0], found[1]
+
+
+def _encode(value: Any, path: str, tensors: list[Tensor]) -> Any:
+    """Plain values stand for themselves; everything else is a list whose first entry says what it is."""
+    if isinstance(value, Tensor):
+        tensors.append(_plain(value, path))
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, torch.dtype):
+        return ["dtype", _dtype_name(value)]
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, *(_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value))]
+    if isinstance(value, Mapping):
+        return ["dict", *_encode_items(value, path, tensors)]
+    raise TypeError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel between ranks: only "
+        "numbers, text, None, lists, tuples, dicts and tensors can; convert it to one of these first"
+    )
+
+
+def _plain(tensor: Tensor, path: str) -> Tensor:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise TypeError(
+            f"{path} is a {torch.typename(tensor)} with layout {tensor.layout}, which cannot travel between ranks: "
+            "only dense tensors without a subclass can; convert it first"
+        )
+    found = tensor.detach().resolve_conj().resolve_neg()
+    return found if is_dense(found) else found.contiguous()
+
+
+def _encode_items(value: Mapping[Any, Any], path: str, tensors: list[Tensor]) -> list[Any]:
+    return [
+        [_encode(key, f"{path} key {key!r}", tensors), _encode(item, f"{path}[{key!r}]", tensors)]
+        for key, item in value.items()
+    ]
+
+
+def _decode(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    if not isinstance(tree, list):
+        return tree
+    kind, *items = tree
+    if kind == "tensor":
+        return tensors[items[0]]
+    if kind == "dtype":
+        return _dtype(items[0])
+    if kind == "complex":
+        return complex(*items)
+    if kind == "dict":
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in items}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(_decode(item, tensors) for item in items)
+    raise ValueError(f"not a packed value: {kind!r}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of this torch ({torch.__version__})")
+    return found

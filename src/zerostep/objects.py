@@ -1,0 +1,81 @@
+"""Nested values from one rank to another, or to all: text and tensors, never a pickle. All ranks of the group call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerostep import stream
+from zerostep.agreement import Record, agreed
+from zerostep.codec import Packed, TensorSpec, pack, specs, unpack
+from zerostep.transport import Transport
+
+__all__ = ["broadcast_object", "gather_object"]
+
+_HOST = torch.device("cpu")
+_MOST_TEXT = 1 << 30
+
+
+def gather_object(transport: Transport, value: Any, to: int) -> list[Any]:
+    """Every rank's value on rank `to`, by rank, as copies in host memory; an empty list on the other ranks.
+
+    Only the sender and the recipient of a value see it.
+    """
+    packed = _pack_together(transport, value, f"rank {to}")
+    rows = transport.all_gather_ints([len(packed.text), packed.nbytes])
+    found = []
+    for source in range(transport.world_size):
+        if transport.rank == to:
+            found.append(_copy(packed) if source == to else _receive(transport, source, *rows[source]))
+        elif transport.rank == source:
+            stream.send_bytes(transport, packed.text, to)
+            stream.send(transport, packed.tensors, to)
+    return found
+
+
+def broadcast_object(transport: Transport, value: Any, source: int, device: torch.device) -> Any:
+    """The value of rank `source`: itself there, a copy with its tensors on `device` elsewhere."""
+    here = transport.rank == source
+    packed = _pack_together(transport, value if here else None, f"everyone from rank {source}")
+    size, nbytes = transport.all_gather_ints([len(packed.text), packed.nbytes])[source]
+    text = stream.broadcast_bytes(transport, packed.text if here else bytes(_checked(size, source)), source)
+    tensors = packed.tensors if here else [spec.empty(device) for spec in _specs(text, nbytes, source)]
+    stream.broadcast(transport, tensors, source)
+    return value if here else unpack(text, tensors)
+
+
+def _pack_together(transport: Transport, value: Any, target: str) -> Packed:
+    """A value that cannot travel is an error on every rank, before anything was sent."""
+    with agreed(transport) as statement:
+        packed = pack(value)
+        statement.records = [Record("where the values go", target)]
+    return packed
+
+
+def _receive(transport: Transport, source: int, size: int, nbytes: int) -> Any:
+    text = stream.receive_bytes(transport, _checked(size, source), source)
+    tensors = [spec.empty(_HOST) for spec in _specs(text, nbytes, source)]
+    stream.receive(transport, tensors, source)
+    return unpack(text, tensors)
+
+
+def _specs(text: bytes, nbytes: int, source: int) -> tuple[TensorSpec, ...]:
+    """Nothing is allocated before what a rank announces fits together."""
+    found = specs(text)
+    total = sum(spec.nbytes for spec in found)
+    if total != nbytes:
+        raise ValueError(f"rank {source} announced {nbytes} bytes of tensors, but describes {total}")
+    return found
+
+
+def _checked(size: int, source: int) -> int:
+    if not 0 <= size <= _MOST_TEXT:
+        raise ValueError(f"rank {source} announced {size} bytes of text; at most {_MOST_TEXT} are accepted")
+    return size
+
+
+def _copy(packed: Packed) -> Any:
+    tensors: list[Tensor] = [tensor.to(_HOST, copy=True) for tensor in packed.tensors]
+    return unpack(packed.text, tensors)

@@ -1,0 +1,86 @@
+"""From parameter specs to a layout: who owns what.
+
+Atomic parameters go whole to the rank with the smallest load, the largest first, group by group; that is the order
+of torch's own optimizer, so a migrated job keeps its owners. Splittable parameters are then poured over the ranks
+like water, so that they level what the atomic ones left uneven. All atomic is sharding by parameter, all splittable
+is sharding by element, and Muon matrices beside AdamW embeddings are simply both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from itertools import accumulate
+
+from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
+
+__all__ = ["plan", "pour"]
+
+
+def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
+    """Divide `specs` among `world_size` ranks: the same answer on every rank, whatever is trainable."""
+    if world_size < 1:
+        raise ValueError(f"a layout needs at least one rank, got {world_size}")
+    sizes = [spec.numel for spec in specs]
+    owners, loads = _assign(specs, sizes, world_size)
+    buckets = [_atomic_bucket(specs[m[0]], m, sizes, owners, world_size) for m in _alike(specs, list(owners))]
+    loose = [index for index, spec in enumerate(specs) if spec.splittable]
+    for members in _alike(specs, loose):
+        shares = pour(sum(sizes[i] for i in members), loads)
+        loads = [load + share for load, share in zip(loads, shares, strict=True)]
+        buckets.append(_bucket(specs[members[0]], members, sizes, shares))
+    return Layout(world_size, tuple(specs), tuple(buckets))
+
+
+def pour(amount: int, loads: Sequence[int]) -> list[int]:
+    """How much each rank gets of `amount` elements so that the totals come as level as possible."""
+    order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
+    below, wet = 0, 0
+    for wet, rank in enumerate(order, start=1):
+        below += loads[rank]
+        if wet == len(order) or loads[order[wet]] * wet - below >= amount:
+            break
+    level, extra = divmod(amount + below, wet)
+    shares = [0] * len(loads)
+    for place, rank in enumerate(sorted(order[:wet])):
+        shares[rank] = level - loads[rank] + (place < extra)
+    return shares
+
+
+def _assign(specs: Sequence[ParamSpec], sizes: Sequence[int], world_size: int) -> tuple[dict[int, int], list[int]]:
+    """Owners of the atomic parameters, in the order of assignment, and the load of every rank."""
+    heap = [(0, rank) for rank in range(world_size)]
+    heapify(heap)
+    owners = {}
+    atomic = (index for index, spec in enumerate(specs) if not spec.splittable)
+    for index in sorted(atomic, key=lambda index: (specs[index].group, -sizes[index])):
+        load, rank = heap[0]
+        owners[index] = rank
+        heapreplace(heap, (load + sizes[index], rank))
+    loads = [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
+    return owners, loads
+
+
+def _alike(specs: Sequence[ParamSpec], members: Sequence[int]) -> list[list[int]]:
+    """`members` grouped into those that may share a bucket, in the order of first appearance."""
+    found: defaultdict[tuple[str, str, bool], list[int]] = defaultdict(list)
+    for index in members:
+        spec = specs[index]
+        found[spec.device, spec.dtype, spec.trainable].append(index)
+    return sorted(found.values(), key=min)
+
+
+def _atomic_bucket(
+    kind: ParamSpec, members: list[int], sizes: Sequence[int], owners: dict[int, int], world_size: int
+) -> Bucket:
+    shares = [0] * world_size
+    for index in members:
+        shares[owners[index]] += sizes[index]
+    return _bucket(kind, sorted(members, key=lambda index: owners[index]), sizes, shares)
+
+
+def _bucket(kind: ParamSpec, members: Sequence[int], sizes: Sequence[int], shares: Sequence[int]) -> Bucket:
+    ends = accumulate((sizes[index] for index in members), initial=0)
+    slots = tuple(Slot(index, Span(end, end + sizes[index])) for index, end in zip(members, ends, strict=False))
+    return Bucket(kind.dtype, kind.device, kind.trainable, slots, tuple(accumulate(shares, initial=0)))

@@ -1,0 +1,376 @@
+"""The one door to the network: every collective, and every difference between backends and torch versions.
+
+Two facts about a backend are needed, and both are asked for, not derived from its name: which devices the process
+group serves, and whether the memory to move is host memory.
+
+* Host memory moves point to point. Receives are posted before sends and partners are taken in shifted pairs: two
+  opposite broadcasts in one group run one after the other, two opposite messages run at the same time.
+* Accelerator memory moves by one broadcast per owner: the one collective that every backend offers for spans of
+  uneven length, in stream order, without a word between the hosts.
+
+Everything travels as bytes, so that no dtype is refused. Ranks are always ranks of the group, never of the world.
+
+Order is the contract: all ranks make the same calls in the same order, from one thread per transport.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+__all__ = [
+    "CompanionTransport",
+    "Flight",
+    "GroupTransport",
+    "NullTransport",
+    "Parcel",
+    "Transport",
+    "TransportError",
+    "connect",
+]
+
+_TAG_DATA = 0x7A65
+_TAG_STATUS = 0x7A66
+_IN_FLIGHT = 2
+
+
+class TransportError(RuntimeError):
+    """A transfer failed; the message names the other rank and what was under way."""
+
+
+class Parcel(Protocol):
+    """What one bucket needs from a transport: every owner's span, sent by its owner and delivered everywhere else.
+
+    All tensors are one-dimensional and contiguous; spans may be empty. A tensor is given up by the transport as soon
+    as it is delivered, so at most three spans are in use at a time.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bucket lies."""
+
+    def attach(self) -> None:
+        """Follow parameters whose `.data` was bound to other memory; before each gather."""
+
+    def outgoing(self, rank: int) -> Tensor:
+        """The span that `rank`, which is this rank, owns."""
+
+    def inbox(self, owner: int) -> Tensor:
+        """Memory for the span of another rank."""
+
+    def deliver(self, owner: int, span: Tensor) -> None:
+        """Take over the span of another rank."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A transfer under way. It keeps the memory alive that the backend still reads or writes."""
+
+    work: Any
+    memory: Tensor
+    story: str
+
+    def wait(self) -> Tensor:
+        """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"{self.story} failed: {error}") from error
+        return self.memory
+
+
+class Transport(Protocol):
+    """How one rank talks to the others of its group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+
+    @property
+    def wire_device(self) -> torch.device:
+        """Where tensors must lie to be sent: the host if the group serves it."""
+
+    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+        """Bring every owner's span to every rank, and the ranks' `status` words along where hosts wait anyway."""
+
+    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+        """Whether `gather` of these parcels carries status words."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, by rank; all ranks give equally many."""
+
+    def broadcast(self, memory: Tensor, source: int) -> None:
+        """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
+
+    def start_send(self, memory: Tensor, to: int) -> Flight:
+        """Start sending contiguous `memory`, on the wire device, to one rank."""
+
+    def start_receive(self, memory: Tensor, source: int) -> Flight:
+        """Start receiving into contiguous `memory`, on the wire device, from one rank."""
+
+    def companion(self) -> Transport:
+        """A second transport over the same ranks, whose calls need no order with those of this one; a collective."""
+
+
+class NullTransport:
+    """A world of one: there is nobody to talk to."""
+
+    rank = 0
+    world_size = 1
+    wire_device = torch.device("cpu")
+
+    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+        """Nothing to bring."""
+        return [status]
+
+    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+        """Nobody to meet."""
+        return False
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """This rank's integers."""
+        return [list(values)]
+
+    def broadcast(self, memory: Tensor, source: int) -> None:
+        """`memory` is already everywhere."""
+
+    def start_send(self, memory: Tensor, to: int) -> Flight:
+        """There is no other rank."""
+        raise TransportError(f"cannot send to rank {to}: this is a world of one")
+
+    def start_receive(self, memory: Tensor, source: int) -> Flight:
+        """There is no other rank."""
+        raise TransportError(f"cannot receive from rank {source}: this is a world of one")
+
+    def companion(self) -> Transport:
+        """Itself: no order to keep."""
+        return self
+
+
+class GroupTransport:
+    """A transport over a torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    @cached_property
+    def wire_device(self) -> torch.device:
+        """The host if the group serves it, else the current accelerator of the kind that it serves."""
+        kinds = _device_kinds(self._group)
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+        """Bring every owner's span to every rank, bucket by bucket in the given order."""
+        words = self._start_statuses(status) if self.meets_on_host(parcels) else []
+        for parcel in parcels:
+            if parcel.device.type == "cpu":
+                self._exchange(parcel)
+            else:
+                self._broadcast_spans(parcel)
+        return self._statuses(status, words)
+
+    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+        """True where some parcel lies in host memory: then every rank waits for every other anyway."""
+        return any(parcel.device.type == "cpu" for parcel in parcels)
+
+    def _exchange(self, parcel: Parcel) -> None:
+        outgoing, flying = parcel.outgoing(self.rank), deque[tuple[int, Flight | None, Flight | None]]()
+        for shift in range(1, self.world_size):
+            to, source = (self.rank + shift) % self.world_size, (self.rank - shift) % self.world_size
+            inbox = parcel.inbox(source)
+            # The receive comes first: a send that finds no receive posted holds up the opposite direction.
+            receive = self.start_receive(inbox, source) if inbox.numel() else None
+            send = self.start_send(outgoing, to) if outgoing.numel() else None
+            flying.append((source, receive, send))
+            if len(flying) == _IN_FLIGHT:
+                _land(parcel, *flying.popleft())
+        for pair in flying:
+            _land(parcel, *pair)
+
+    def _broadcast_spans(self, parcel: Parcel) -> None:
+        flying = deque[tuple[int, Flight]]()
+        for owner in range(self.world_size):
+            span = parcel.outgoing(owner) if owner == self.rank else parcel.inbox(owner)
+            if span.numel():
+                flying.append((owner, self._start_broadcast(span, owner)))
+            if len(flying) == _IN_FLIGHT:
+                self._settle(parcel, *flying.popleft())
+        for owner, flight in flying:
+            self._settle(parcel, owner, flight)
+
+    def _settle(self, parcel: Parcel, owner: int, flight: Flight) -> None:
+        span = flight.wait()
+        if owner != self.rank:
+            parcel.deliver(owner, span)
+
+    def _start_statuses(self, status: int) -> list[Flight]:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        received = [self._start_receive(torch.zeros(1, dtype=torch.int64), rank, _TAG_STATUS) for rank in others]
+        sent = [self._start_send(torch.tensor([status]), rank, _TAG_STATUS) for rank in others]
+        return received + sent
+
+    def _statuses(self, status: int, words: list[Flight]) -> list[int]:
+        memories = [flight.wait() for flight in words]
+        found = [int(memory) for memory in memories[: len(words) // 2]]
+        found.insert(self.rank, status)
+        return found
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, by rank."""
+        row = torch.tensor(values, dtype=torch.int64, device=self.wire_device)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row, group=self._group)
+        return torch.stack(rows).tolist()
+
+    def broadcast(self, memory: Tensor, source: int) -> None:
+        """Overwrite `memory` with that of rank `source`."""
+        self._start_broadcast(memory, source).wait()
+
+    def start_send(self, memory: Tensor, to: int) -> Flight:
+        """Start sending `memory` to one rank."""
+        return self._start_send(memory, to, _TAG_DATA)
+
+    def start_receive(self, memory: Tensor, source: int) -> Flight:
+        """Start receiving into `memory` from one rank."""
+        return self._start_receive(memory, source, _TAG_DATA)
+
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
+        work = dist.isend(_as_bytes(memory), group=self._group, group_dst=to, tag=tag)
+        return Flight(work, memory, f"sending to rank {to} of {self.world_size}")
+
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
+        work = dist.irecv(_as_bytes(memory), group=self._group, group_src=source, tag=tag)
+        return Flight(work, memory, f"receiving from rank {source} of {self.world_size}")
+
+    def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
+        work = dist.broadcast(_as_bytes(memory), group=self._group, group_src=source, async_op=True)
+        return Flight(work, memory, f"the broadcast of rank {source} of {self.world_size}")
+
+    def companion(self) -> Transport:
+        """A Gloo group of our own over the same ranks; host memory only, whatever backends this group has."""
+        token = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).to(self.wire_device)
+        self.broadcast(token, 0)
+        # torch names new groups by counters that differ between ranks of a subgroup; a drawn name cannot clash.
+        store = distributed_c10d.PrefixStore(
+            f"zerostep/{bytes(token.tolist()).hex()}", distributed_c10d._get_default_store()
+        )
+        timeout = _timeout(self._group) or distributed_c10d.default_pg_timeout
+        return CompanionTransport(dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout))
+
+
+class CompanionTransport(GroupTransport):
+    """A transport over a Gloo group that torch has no name for. Accelerator memory is staged through the host."""
+
+    wire_device = torch.device("cpu")
+
+    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+        self._gloo: Any = gloo
+        self.rank = gloo.rank()
+        self.world_size = gloo.size()
+
+    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+        """Bring every owner's span to every rank, through host memory."""
+        return super().gather([_Staged(parcel) for parcel in parcels], status)
+
+    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+        """Always, if there is anything to gather."""
+        return bool(parcels)
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, by rank."""
+        row = torch.tensor(values, dtype=torch.int64)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        self._gloo.allgather([rows], [row]).wait()
+        return torch.stack(rows).tolist()
+
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
+        return Flight(self._gloo.send([_as_bytes(memory)], to, tag), memory, f"sending to rank {to}")
+
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
+        return Flight(self._gloo.recv([_as_bytes(memory)], source, tag), memory, f"receiving from rank {source}")
+
+    def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
+        work = self._gloo.broadcast(_as_bytes(memory), source)
+        return Flight(work, memory, f"the broadcast of rank {source}")
+
+    def companion(self) -> Transport:
+        """A companion needs no companion."""
+        raise TransportError("a companion transport has no companion of its own")
+
+
+class _Staged:
+    """A parcel as host memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, parcel: Parcel) -> None:
+        self._parcel = parcel
+
+    def attach(self) -> None:
+        self._parcel.attach()
+
+    def outgoing(self, rank: int) -> Tensor:
+        return self._parcel.outgoing(rank).to(self.device)
+
+    def inbox(self, owner: int) -> Tensor:
+        return self._parcel.inbox(owner).to(self.device)
+
+    def deliver(self, owner: int, span: Tensor) -> None:
+        here = self._parcel.inbox(owner)
+        self._parcel.deliver(owner, here.copy_(span) if here.device != span.device else span)
+
+
+def connect(group: dist.ProcessGroup | None) -> Transport:
+    """The transport of `group`, or of the whole world for `None`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "no process group exists yet: call torch.distributed.init_process_group() before building the optimizer"
+        )
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None
+    if dist.get_rank(found) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the process group that it passed")
+    return NullTransport() if dist.get_world_size(found) == 1 else GroupTransport(found)
+
+
+def _land(parcel: Parcel, source: int, receive: Flight | None, send: Flight | None) -> None:
+    if receive is not None:
+        parcel.deliver(source, receive.wait())
+    if send is not None:
+        send.wait()
+
+
+def _device_kinds(group: dist.ProcessGroup) -> list[str]:
+    """The kinds of device that the group's backends serve: "cpu:gloo,cuda:nccl" serves two."""
+    return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The group's own time-out where torch tells it; `None` means torch's default."""
+    for kind in _device_kinds(group):
+        options = getattr(group._get_backend(torch.device(kind)), "options", None)
+        if options is not None:
+            return getattr(options, "_timeout", None)
+    return None
+
+
+def _as_bytes(memory: Tensor) -> Tensor:
+    return memory.reshape(-1).view(torch.uint8)

@@ -1,0 +1,428 @@
+"""`ZeroRedundancyOptimizer`: torch's face of the engine. Changing the import is the whole migration.
+
+Every rank updates the parameters it owns with an ordinary torch optimizer and sends them to the others. Gradients
+are reduced by DDP, or by whoever else the user trusts with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from zerostep.agreement import agreed, records_of
+from zerostep.buffers import make_parcels
+from zerostep.checkpoint.consolidate import StateDict, collect, merge
+from zerostep.checkpoint.restore import commit, local_part, validate
+from zerostep.groups import Group, all_params, copy_options, normalise, param_specs, refuse_sparse, share
+from zerostep.join import ShadowHook, UnevenInputs
+from zerostep.layout import Layout
+from zerostep.objects import broadcast_object
+from zerostep.partition import plan
+from zerostep.transport import Parcel, Transport, TransportError, connect
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+logger = logging.getLogger("zerostep")
+
+_UPDATED, _FAILED_UNTOUCHED, _FAILED_TOUCHED = 0, 1, 2
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """An optimizer whose state is divided among the ranks of a process group, a whole parameter to each owner.
+
+    Arguments:
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. All ranks must pass the
+            same, in the same order; they compare notes and raise if they differ.
+        optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
+        process_group: the ranks to divide the state among; the whole world if not given.
+        parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
+            view of it. Saves the copies into and out of the transfer, at the price of changed storage.
+        overlap_with_ddp: not supported yet.
+        **defaults: options for the inner optimizer.
+
+    The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
+    call them. `state_dict` and `load_state_dict` are not.
+    """
+
+    optim: Optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        self._transport: Transport = connect(process_group)
+        self.initialized = False
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        self.world_size = self._transport.world_size
+        self.rank = self._transport.rank
+        self.global_rank = dist.get_rank()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._overlap_with_ddp = overlap_with_ddp
+        self._optimizer_class = optimizer_class
+        self._all_state_dicts: list[StateDict] = []
+        self._layout: Layout | None = None
+        self._parcels: list[Parcel] = []
+        self._signature: list[Any] = []
+        self._steps = 0
+        self._has_state = False
+        self._broken: str | None = None
+        self._uneven: UnevenInputs | None = None
+        with agreed(self._transport) as statement:
+            _check_class(optimizer_class, overlap_with_ddp)
+            Joinable.__init__(self)
+            self._not_joining = self._join_config
+            Optimizer.__init__(self, normalise(params), defaults)
+            refuse_sparse(self._all_params)
+            self.optim = optimizer_class(self._partition_parameters()[self.rank], **defaults)
+            self.defaults = {**self.optim.defaults, **defaults}
+            copy_options(self.optim.param_groups, self.param_groups)
+            statement.records = self._records()
+        self._prepare_memory()
+        self.initialized = True
+
+    # ------------------------------------------------------------------ what is where
+
+    @property
+    def state(self) -> Any:
+        """The live state of this rank's shard: the inner optimizer's own mapping, keyed by the user's parameters."""
+        return self.optim.state if "optim" in self.__dict__ else {}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "optim" in self.__dict__:
+            self.optim.state = value
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return all_params(self.param_groups)
+
+    @property
+    def _index_to_param(self) -> list[Tensor]:
+        return self._all_params
+
+    @property
+    def _param_to_index(self) -> dict[Tensor, int]:
+        found: dict[Tensor, int] = {}
+        for index, param in enumerate(self._all_params):
+            found.setdefault(param, index)
+        return found
+
+    @property
+    def _param_to_rank(self) -> dict[Tensor, int]:
+        layout = self._current_layout()
+        return {param: layout.owner_of(index) for param, index in self._param_to_index.items()}
+
+    def _current_layout(self) -> Layout:
+        if self._layout is None:
+            self._layout = plan(param_specs(self.param_groups), self.world_size)
+        return self._layout
+
+    def _clear_cache(self) -> None:
+        """Forget the computed partition; also for callers that edit `param_groups` in place."""
+        self._layout = None
+        self._signature = []
+
+    def _partition_parameters(self) -> list[list[Group]]:
+        """For every rank its share of every group, as copies of the groups with fewer parameters."""
+        ranks = self._param_to_rank
+        shares: list[list[Group]] = [[] for _ in range(self.world_size)]
+        for group in self.param_groups:
+            members: list[list[int]] = [[] for _ in range(self.world_size)]
+            for place in sorted(range(len(group["params"])), key=lambda i: -group["params"][i].numel()):
+                members[ranks[group["params"][place]]].append(place)
+            for rank, places in enumerate(members):
+                shares[rank].append(share(group, places))
+        return shares
+
+    def _owned(self, rank: int) -> list[Tensor]:
+        """The trainable parameters of `rank`, in the same order on all ranks."""
+        ranks = self._param_to_rank
+        return [param for param, owner in ranks.items() if owner == rank and param.requires_grad]
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Update this rank's shard with the inner optimizer, then bring all parameters to all ranks.
+
+        Whatever is passed as `closure`, if not `None`, and all other keywords reach the inner optimizer's `step`
+        untouched. Returns what that returns.
+        """
+        self._check_usable()
+        Join.notify_join_context(self)
+        if self._uneven is not None and self._join_config.enable:
+            closure = _evaluated(closure)
+            self._uneven.lend()
+        loss = self._step_and_sync(closure, kwargs)
+        if self._uneven is not None:
+            self._uneven.mark_gradients()
+        return loss
+
+    def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+        self._follow_parameters()
+        with self._failing_together():
+            loss = self._local_step(closure, **kwargs)
+        self._sync_params()
+        return loss
+
+    def _local_step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """The first half of a step: the inner optimizer, with the options of the outer groups."""
+        copy_options(self.param_groups, self.optim.param_groups)
+        if closure is not None:
+            kwargs["closure"] = closure
+        with record_function("zerostep/update"):
+            loss = self.optim.step(**kwargs)
+        copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    def _sync_params(self) -> None:
+        """The second half of a step: every owner's parameters to all ranks."""
+        statuses = self._gather(_UPDATED)
+        failed = [rank for rank, status in enumerate(statuses) if status != _UPDATED]
+        if failed:
+            self._break(f"rank {failed[0]} failed in its local update, so its parameters are those of the step before")
+        self._steps += 1
+        self._has_state = True
+
+    def _gather(self, status: int) -> list[int]:
+        try:
+            with record_function("zerostep/gather"):
+                return self._active_transport.gather(self._parcels, status)
+        except TransportError as error:
+            self._break(f"the exchange of parameters failed: {error}", error)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error in the local update of one rank ends the step of all ranks, where hosts meet in the exchange."""
+        versions = [param._version for param in self._owned_now()]
+        try:
+            yield
+        except Exception as error:
+            untouched = versions == [param._version for param in self._owned_now()]
+            statuses = [_FAILED_UNTOUCHED if untouched else _FAILED_TOUCHED]
+            if self._active_transport.meets_on_host(self._parcels):
+                statuses = self._gather(statuses[0])
+            if any(status != _FAILED_UNTOUCHED for status in statuses):
+                self._broken = f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
+            raise
+
+    def _owned_now(self) -> list[Tensor]:
+        return all_params(self.optim.param_groups)
+
+    def _break(self, story: str, cause: Exception | None = None) -> NoReturn:
+        """Parameters and state no longer belong to one step: say so once, and refuse to go on from here."""
+        self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {story}"
+        raise RuntimeError(f"{self._broken}; restart from the last checkpoint on all ranks") from cause
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
+                "the model's and this optimizer's, on all ranks before going on"
+            )
+
+    # ------------------------------------------------------------------ memory follows the parameters
+
+    def _prepare_memory(self) -> None:
+        layout = self._current_layout()
+        self._parcels = make_parcels(layout, self._all_params, self.parameters_as_bucket_view, self._parcels)
+        self._signature = _signature(self._all_params)
+
+    def _follow_parameters(self) -> None:
+        """Notice what the user did to the parameters since the last step."""
+        signature = _signature(self._all_params)
+        if signature != self._signature:
+            if self._signature and [entry[0] for entry in signature] != [entry[0] for entry in self._signature]:
+                logger.warning("requires_grad of some parameters changed: what each rank sends is planned anew")
+            self._layout = None
+            self._prepare_memory()
+        for parcel in self._parcels:
+            parcel.attach()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, on all ranks; earlier parameters keep their owners."""
+        if not getattr(self, "initialized", False):
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+        try:
+            with agreed(self._transport) as statement:
+                self._append_group(param_group)
+                statement.records = self._records()
+        except Exception:
+            del self.param_groups[before:], self.optim.param_groups[before:]
+            self._clear_cache()
+            raise
+        self._prepare_memory()
+
+    def _append_group(self, param_group: Group) -> None:
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
+        super().add_param_group(normalise([param_group])[0])
+        refuse_sparse(self.param_groups[-1]["params"])
+        self._clear_cache()
+        self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
+        copy_options(self.optim.param_groups, self.param_groups)
+
+    def _records(self) -> list[Any]:
+        specs = self._current_layout().params
+        return records_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
+
+    @staticmethod
+    def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:
+        copy_options(src_param_groups, dst_param_groups)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`.
+
+        All ranks call it. The copy stays until the next consolidation or `release_state_dict()`.
+        """
+        self._check_usable()
+        if not isinstance(to, int) or not 0 <= to < self.world_size:
+            raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
+        copy_options(self.param_groups, self.optim.param_groups)
+        self._all_state_dicts = []
+        self._all_state_dicts = collect(self._transport, self.optim, self._param_to_index, to)
+
+    def release_state_dict(self) -> None:
+        """Free the consolidated state that this rank may hold."""
+        self._all_state_dicts = []
+
+    def state_dict(self) -> StateDict:
+        """The whole state in `torch.optim`'s own format, on the recipient of the latest consolidation.
+
+        Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
+        """
+        self._check_usable()
+        if not self._all_state_dicts and self._has_state:
+            raise RuntimeError(
+                f"the optimizer state has not been consolidated on this rank: call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+            )
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        found = merge(self._all_state_dicts, self.param_groups)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, found)
+            found = found if replaced is None else replaced
+        return found
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's part of a full state dict, whatever optimizer or world size it comes from.
+
+        Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was. The
+        argument is neither changed nor shared.
+        """
+        found = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, found)
+            found = found if replaced is None else replaced
+        numbers = validate(found, self.param_groups, self.optim)
+        index_of = self._param_to_index
+        owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
+        commit(self.optim, local_part(found, numbers, owned))
+        copy_options(self.optim.param_groups, self.param_groups)
+        self._has_state = bool(found["state"])
+        self._all_state_dicts, self._broken = [], None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it belongs to a process group and to this rank's "
+            "parameters. Build a new one and pass state_dict() to its load_state_dict()"
+        )
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of this optimizer."""
+        return self.process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
+        if self._uneven is None:
+            self._uneven = UnevenInputs(self._transport, self._owned)
+        self._uneven.mark_gradients()
+        return ShadowHook(self, self._uneven)
+
+    @property
+    def _active_transport(self) -> Transport:
+        aside = self._uneven is not None and self._uneven.someone_joined
+        return self._uneven.companion if aside and self._uneven is not None else self._transport
+
+    def _shadow_step(self) -> None:
+        self._check_usable()
+        self._step_and_sync(None, {})
+
+    def _leave_join_context(self) -> None:
+        self._join_config = self._not_joining
+        if self._uneven is not None:
+            self._uneven.someone_joined = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, not only of those that this rank owns."""
+        super().zero_grad(set_to_none)
+        if self._uneven is not None:
+            self._uneven.mark_gradients()
+
+
+def _broadcast_object(
+    obj: Any,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """Send a nested value of tensors and plain data from world rank `src_rank` to all ranks of `group`.
+
+    The source gets `obj` back; the others get a copy with its tensors on `device`.
+    """
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None
+    return broadcast_object(connect(found), obj, dist.get_group_rank(found, src_rank), torch.device(device))
+
+
+def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
+    if not callable(optimizer_class):
+        raise TypeError(f"optimizer_class must be an optimizer class, got {optimizer_class!r}")
+    if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
+        raise ValueError(
+            f"{optimizer_class.__name__} is a functional optimizer, which cannot be used with overlap_with_ddp="
+            f"{overlap_with_ddp}: pass the ordinary class from torch.optim"
+        )
+    if overlap_with_ddp:
+        raise NotImplementedError("overlap_with_ddp=True is not supported yet: use overlap_with_ddp=False")
+
+
+def _evaluated(closure: Any) -> Any:
+    """Inside a join context gradients are lent before the update, so the closure that makes them runs first."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss
+
+
+def _signature(params: Sequence[Tensor]) -> list[Any]:
+    return [(param.requires_grad, param.dtype, param.device, param.shape) for param in params]
