@@ -1,6 +1,12 @@
 """Optimizer-state sharding for PyTorch data-parallel training: same numbers as DDP, 1/N of the memory."""
 
+from zerostep.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.version import __version__
 from zerostep.zero import ZeroRedundancyOptimizer
 
-__all__ = ["ZeroRedundancyOptimizer", "__version__"]
+__all__ = [
+    "ZeroRedundancyOptimizer",
+    "__version__",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+]

@@ -25,7 +25,7 @@ from zerostep.stream import broadcast_bytes
 from zerostep.transport import Transport
 from zerostep.version import __version__
 
-__all__ = ["Record", "Statement", "agreed", "records_of"]
+__all__ = ["Record", "Statement", "agreed", "first_failure", "records_of"]
 
 _MADE, _FAILED = 0, 1
 _TEXT_WORDS = 64
@@ -59,7 +59,7 @@ def agreed(transport: Transport) -> Iterator[Statement]:
         yield statement
     except Exception as error:
         _exchange(transport, [_FAILED, 0, 0, 0, 0])
-        _exchange(transport, _words(f"{type(error).__name__}: {error}"))
+        _exchange(transport, _words(_story(error)))
         raise
     rows = _exchange(transport, [_MADE, *_digest(statement.records)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
@@ -68,6 +68,15 @@ def agreed(transport: Transport) -> Iterator[Statement]:
         raise _quote(failed[0], _text(texts[failed[0]]))
     if any(row != rows[0] for row in rows):
         _raise_difference(transport, statement.records)
+
+
+def first_failure(transport: Transport, error: Exception | None) -> Exception:
+    """When some rank has failed, and all know it: this rank's own error, or one that quotes the first rank's."""
+    texts = [_text(row) for row in _exchange(transport, _words("" if error is None else _story(error)))]
+    if error is not None:
+        return error
+    rank = next(rank for rank, text in enumerate(texts) if text)
+    return _quote(rank, texts[rank])
 
 
 def records_of(
@@ -84,6 +93,7 @@ def records_of(
         )
         for index, (spec, param) in enumerate(zip(specs, params, strict=True))
     ]
+    found.append(Record(f"parameter {len(specs)}", "nothing"))  # stands against what a longer list has there
     found += [Record(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
     found.append(
         Record("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__))
@@ -144,6 +154,10 @@ def _records_of_rank_0(transport: Transport, records: Sequence[Record]) -> list[
 def _first_difference(mine: Sequence[Record], theirs: Sequence[Record]) -> int:
     pairs = enumerate(zip_longest(mine, theirs))
     return next((index for index, (here, there) in pairs if here != there), -1)
+
+
+def _story(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _quote(rank: int, text: str) -> Exception:

@@ -1,21 +1,28 @@
-"""The memory of parameters as a transport sees it: the spans of a bucket, with or without moving the parameters.
+"""The memory of parameters as a transport sees it: each owner's part of a bucket, in pieces.
 
-`FlatParcel` moves the parameters of a bucket into one flat tensor and turns each into a view of it; spans are then
-slices, and nothing is copied. `ScatteredParcel` leaves every parameter where it is and passes spans through scratch
-memory that lives only while it travels: three spans at most, which is 3/N of a bucket on N ranks.
+`FlatParcel` moves the parameters of a bucket into one flat tensor and turns each into a view of it: an owner's part is
+then one slice, and nothing is copied. `ScatteredParcel` leaves every parameter where it is: a large one travels from
+its own memory into its own memory, and small ones are packed together, so that the number of messages depends on the
+number of bytes and never on the number of parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerostep.layout import Bucket, Layout, Slot
-from zerostep.transport import Parcel
+from zerostep.transport import Parcel, Piece
 
-__all__ = ["FlatParcel", "ScatteredParcel", "flat_alias", "is_dense", "make_parcels"]
+__all__ = ["FlatParcel", "InPlace", "Packed", "ScatteredParcel", "flat_alias", "is_dense", "make_parcels"]
+
+# From how many bytes on a parameter travels alone, and how many bytes small ones are packed into, at most. On an
+# accelerator a copy is cheap and a launch is dear.
+_HOST_LIMITS = (512 << 10, 2 << 20)
+_ACCELERATOR_LIMITS = (16 << 20, 64 << 20)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -52,59 +59,104 @@ def make_parcels(
     return list(parcels)
 
 
+@dataclass(frozen=True)
+class InPlace:
+    """A piece that is sent from and received into its own memory."""
+
+    memory: Tensor
+
+    def load(self) -> Tensor:
+        """The memory itself."""
+        return self.memory
+
+    def room(self) -> Tensor:
+        """The memory itself."""
+        return self.memory
+
+    def store(self, memory: Tensor) -> None:
+        """It is there already."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A piece made of several parameters, which pass through scratch memory."""
+
+    parts: tuple[Tensor, ...]
+
+    def load(self) -> Tensor:
+        """A packed copy."""
+        memory = self.room()
+        torch._foreach_copy_(self._views(memory), self.parts)
+        return memory
+
+    def room(self) -> Tensor:
+        """Scratch memory for all parts."""
+        return self.parts[0].new_empty(sum(part.numel() for part in self.parts))
+
+    def store(self, memory: Tensor) -> None:
+        """Unpack."""
+        torch._foreach_copy_(self.parts, self._views(memory))
+
+    def _views(self, memory: Tensor) -> list[Tensor]:
+        pieces = zip(memory.split([part.numel() for part in self.parts]), self.parts, strict=True)
+        return [piece if part.dim() == 1 else piece.view(part.shape) for piece, part in pieces]
+
+
 class ScatteredParcel:
-    """The spans of a bucket whose parameters stay where they are."""
+    """The parts of a bucket whose parameters stay where they are."""
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         self._params = [params[slot.param] for slot in bucket.slots]
         self._owners = [bucket.ranks_of(slot.span)[0] for slot in bucket.slots]
-        self._world_size = len(bucket.cuts) - 1
+        self._pointers: list[int] = []
+        self._pieces: dict[int, list[Piece]] = {}
         self.attach()
 
     def attach(self) -> None:
         """Follow parameters whose `.data` was bound to other memory."""
         pointers = [param.data_ptr() for param in self._params]
-        if pointers == getattr(self, "_pointers", None):
-            return
-        self._pointers = pointers
-        self._parts: list[list[Tensor]] = [[] for _ in range(self._world_size)]
-        for param, owner in zip(self._params, self._owners, strict=True):
-            # In logical order: the memory formats of different ranks need not agree.
-            self._parts[owner].append(flat_alias(param) if param.is_contiguous() else param.detach())
+        if pointers != self._pointers:
+            self._pointers = pointers
+            by_owner: dict[int, list[Tensor]] = {}
+            for param, owner in zip(self._params, self._owners, strict=True):
+                by_owner.setdefault(owner, []).append(param)
+            self._pieces = {owner: _cut(members) for owner, members in by_owner.items()}
 
     @property
     def device(self) -> torch.device:
         """Where the bucket lies."""
         return self._params[0].device
 
-    def outgoing(self, rank: int) -> Tensor:
-        """The span of this rank: the parameter itself if there is only one, else a packed copy."""
-        span = self.inbox(rank)
-        if not self._in_place(rank):
-            parts = self._parts[rank]
-            torch._foreach_copy_(_views(span, parts), parts)
-        return span
+    def pieces(self, owner: int) -> Sequence[Piece]:
+        """The parameters of `owner`: large ones by themselves, small ones packed."""
+        return self._pieces.get(owner, ())
 
-    def inbox(self, owner: int) -> Tensor:
-        """The only parameter of `owner`, or scratch memory for several."""
-        parts = self._parts[owner]
-        if self._in_place(owner):
-            return parts[0]
-        return self._params[0].detach().new_empty(sum(part.numel() for part in parts))
 
-    def deliver(self, owner: int, span: Tensor) -> None:
-        """Unpack the span of another rank."""
-        if not self._in_place(owner):
-            parts = self._parts[owner]
-            torch._foreach_copy_(parts, _views(span, parts))
+def _cut(params: Sequence[Tensor]) -> list[Piece]:
+    """Pieces of one owner's parameters. Sizes alone decide, so all ranks cut alike."""
+    alone, most = _HOST_LIMITS if params[0].device.type == "cpu" else _ACCELERATOR_LIMITS
+    pieces, pack, room = list[Piece](), list[Tensor](), most
+    for param in params:
+        size = param.numel() * param.element_size()
+        if size >= alone:
+            pieces.append(_piece([param]))
+        elif size:
+            if size > room:
+                pieces.append(_piece(pack))
+                pack, room = [], most
+            pack.append(param)
+            room -= size
+    return [*pieces, _piece(pack)] if pack else pieces
 
-    def _in_place(self, owner: int) -> bool:
-        parts = self._parts[owner]
-        return len(parts) == 1 and parts[0].is_contiguous() and parts[0].dim() == 1
+
+def _piece(params: Sequence[Tensor]) -> Piece:
+    # In logical order: the memory formats of different ranks need not agree.
+    parts = tuple(flat_alias(param) if param.is_contiguous() else param.detach() for param in params)
+    return InPlace(parts[0]) if len(parts) == 1 and params[0].is_contiguous() else Packed(parts)
 
 
 class FlatParcel:
-    """The spans of a bucket whose parameters are views of one flat tensor, each with the strides it had."""
+    """The parts of a bucket whose parameters are views of one flat tensor, each with the strides it had."""
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         self.bucket = bucket
@@ -146,19 +198,7 @@ class FlatParcel:
         """Where the bucket lies."""
         return self._flat.device
 
-    def outgoing(self, rank: int) -> Tensor:
-        """The slice of this rank."""
-        return self.inbox(rank)
-
-    def inbox(self, owner: int) -> Tensor:
-        """The slice of `owner`, received in place."""
+    def pieces(self, owner: int) -> Sequence[Piece]:
+        """The slice of `owner`, sent and received in place."""
         owned = self.bucket.owned(owner)
-        return self._flat[owned.start : owned.stop]
-
-    def deliver(self, owner: int, span: Tensor) -> None:
-        """The span was received in place."""
-
-
-def _views(span: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    pieces = span.split([part.numel() for part in parts])
-    return [piece if part.dim() == 1 else piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        return [InPlace(self._flat[owned.start : owned.stop])] if owned.length else []

@@ -7,7 +7,8 @@ that only pickle could carry would let one rank run code on another.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,23 +62,36 @@ def pack(value: Any) -> Packed:
 
 
 def specs(text: bytes) -> tuple[TensorSpec, ...]:
-    """The tensors that belong to `text`, so that memory can be made ready for them."""
-    head, _ = _parse(text)
-    return tuple(_spec(*entry) for entry in head)
+    """The tensors that belong to `text`, so that memory can be made ready for them; `ValueError` if it is malformed."""
+    with _refusing():
+        head, _ = _parse(text)
+        return tuple(_spec(*entry) for entry in head)
 
 
 def unpack(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Put a value together again."""
-    head, tree = _parse(text)
-    if len(head) != len(tensors):
-        raise ValueError(f"the text speaks of {len(head)} tensors, {len(tensors)} came with it")
-    return _decode(tree, tensors)
+    """Put a value together again; `ValueError` if `text` is malformed."""
+    with _refusing():
+        head, tree = _parse(text)
+        if len(head) != len(tensors):
+            raise ValueError(f"the text speaks of {len(head)} tensors, {len(tensors)} came with it")
+        return _decode(tree, tensors)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Text comes from another rank: whatever is wrong with it is a `ValueError`."""
+    try:
+        yield
+    except (TypeError, IndexError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"not a packed value: {error}") from error
 
 
 def _spec(shape: list[int], strides: list[int], name: str) -> TensorSpec:
     """Refuses what would make two elements share memory or leave gaps: sizes come from another rank."""
     found = TensorSpec(tuple(shape), tuple(strides), _dtype(name))
-    if not is_dense(torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")):
+    if min(found.strides, default=0) < 0 or not is_dense(
+        torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
+    ):
         raise ValueError(f"a tensor of shape {shape} with strides {strides} does not fill its memory")
     return found
 
@@ -133,9 +147,9 @@ def _decode(tree: Any, tensors: Sequence[Tensor]) -> Any:
         return tree
     kind, *items = tree
     if kind == "tensor":
-        return tensors[items[0]]
+        return tensors[range(len(tensors)).index(*items)]
     if kind == "dtype":
-        return _dtype(items[0])
+        return _dtype(*items)
     if kind == "complex":
         return complex(*items)
     if kind == "dict":

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zerostep import stream
+from zerostep.marks import GradientMarks
 from zerostep.transport import Transport
 
 if TYPE_CHECKING:
@@ -42,18 +44,17 @@ class UnevenInputs:
         self.companion = transport.companion()
         self.someone_joined = False
         self._owned = owned
-        self._marks: dict[Tensor, tuple[int, int]] = {}
+        self._marks = GradientMarks()
         self.follows_ddp = False
 
     def mark_gradients(self) -> None:
         """Remember the gradients of this rank's shard, so as to notice when somebody sets others."""
-        self._marks = {param: _mark(param) for param in self._shard()}
+        self._marks.set(self._shard())
 
     def gradients_were_set(self) -> bool:
         """Whether an earlier join hook has put gradients into this rank's shard for this iteration."""
-        fresh = [param for param in self._shard() if param.grad is not None and _mark(param) != self._marks.get(param)]
         # DDP's shadow may write into gradients that view its buckets: those are not meant for this rank's step.
-        return not self.follows_ddp and any(bool(param.grad.any()) for param in fresh if param.grad is not None)
+        return not self.follows_ddp and bool(self._marks.new_in(self._shard()))
 
     def lend(self) -> None:
         """A live rank's word, and its gradients where a joined rank needs them."""
@@ -109,7 +110,10 @@ class ShadowHook(JoinHook):
         self._zero, self._uneven = zero, uneven
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")
         self._pending: Future[None] | None = None
-        self._handle = register_module_forward_pre_hook(self._see_ddp)
+        self._before: tuple[DistributedDataParallel, Any] | None = None
+        see = WeakMethod(self._see_ddp)
+        self._handle = register_module_forward_pre_hook(lambda *args: (hook := see()) and hook(*args))
+        finalize(self, self._handle.remove)  # a context that is disabled, or left by an error, runs no post hook
 
     def main_hook(self) -> None:
         """Shadow one step of the live ranks, without announcing an iteration."""
@@ -126,6 +130,9 @@ class ShadowHook(JoinHook):
         self._finish()
         self._handle.remove()
         self._thread.shutdown()
+        if self._before is not None:
+            # A rank without inputs has seen no forward pass: what its module does from here on must be the same.
+            self._before[0]._join_config = self._before[1]
         self._zero._leave_join_context()
 
     def _shadow(self, own: bool) -> None:
@@ -147,6 +154,7 @@ class ShadowHook(JoinHook):
         self._handle.remove()
         self._uneven.follows_ddp = True
         if self._zero._join_config.is_first_joinable:
+            self._before = module, module._join_config
             module._join_config = module._join_config._replace(is_first_joinable=True)
             self._zero._join_config = self._zero._join_config._replace(is_first_joinable=False)
 
@@ -159,10 +167,6 @@ def _on_device(device: torch.device) -> Iterator[None]:
     else:
         with torch.accelerator.device_index(device.index or 0):
             yield
-
-
-def _mark(param: Tensor) -> tuple[int, int]:
-    return (0, 0) if param.grad is None else (id(param.grad), param.grad._version)
 
 
 def _like(param: Tensor, grad: Tensor | None) -> Tensor:

@@ -254,10 +254,10 @@ class Layout:
         """The layout that `to_json` wrote; `ValueError` for any other text."""
         try:
             found = json.loads(text)
-            params = tuple(ParamSpec(name, tuple(shape), *rest) for name, shape, *rest in found["params"])
+            params = tuple(_param(*entry) for entry in found["params"])
             buckets = tuple(_bucket(entry, params) for entry in found["buckets"])
-            return Layout(int(found["world_size"]), params, buckets)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            return Layout(_count(found["world_size"]), params, buckets)
+        except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a layout: {error!r}") from error
 
     def digest(self) -> str:
@@ -265,9 +265,22 @@ class Layout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
+def _param(name: Any, shape: Any, *rest: Any) -> ParamSpec:
+    if [type(value) for value in (name, *rest)] != [str, str, str, int, bool, bool]:
+        raise ValueError(f"not a layout: {[name, shape, *rest]} does not describe a parameter")
+    return ParamSpec(name, tuple(_count(size) for size in shape), *rest)
+
+
 def _bucket(entry: dict[str, Any], params: tuple[ParamSpec, ...]) -> Bucket:
     slots, end = [], 0
     for param in entry["params"]:
-        slots.append(Slot(param, Span(end, end + params[param].numel)))
+        slots.append(Slot(_count(param), Span(end, end + params[param].numel)))
         end += params[param].numel
-    return Bucket(entry["dtype"], entry["device"], entry["trainable"], tuple(slots), tuple(entry["cuts"]))
+    cuts = tuple(_count(cut) for cut in entry["cuts"])
+    return Bucket(entry["dtype"], entry["device"], entry["trainable"], tuple(slots), cuts)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"not a layout: {value!r} stands where a count is needed")
+    return value

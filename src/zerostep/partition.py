@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
 
-__all__ = ["plan", "pour"]
+__all__ = ["plan", "pour", "restrict"]
 
 
 def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
@@ -31,6 +31,16 @@ def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
         loads = [load + share for load, share in zip(loads, shares, strict=True)]
         buckets.append(_bucket(specs[members[0]], members, sizes, shares))
     return Layout(world_size, tuple(specs), tuple(buckets))
+
+
+def restrict(layout: Layout, members: Sequence[int]) -> Layout:
+    """A layout of some whole parameters of another one, in the given order, with the owners they have there."""
+    specs = [layout.params[index] for index in members]
+    owners = {place: layout.owner_of(index) for place, index in enumerate(members)}
+    sizes = [spec.numel for spec in specs]
+    kinds = _alike(specs, range(len(specs)))
+    buckets = [_atomic_bucket(specs[kind[0]], kind, sizes, owners, layout.world_size) for kind in kinds]
+    return Layout(layout.world_size, tuple(specs), tuple(buckets))
 
 
 def pour(amount: int, loads: Sequence[int]) -> list[int]:

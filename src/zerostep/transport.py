@@ -5,7 +5,7 @@ group serves, and whether the memory to move is host memory.
 
 * Host memory moves point to point. Receives are posted before sends and partners are taken in shifted pairs: two
   opposite broadcasts in one group run one after the other, two opposite messages run at the same time.
-* Accelerator memory moves by one broadcast per owner: the one collective that every backend offers for spans of
+* Accelerator memory moves by broadcasts from each owner: the one collective that every backend offers for parts of
   uneven length, in stream order, without a word between the hosts.
 
 Everything travels as bytes, so that no dtype is refused. Ranks are always ranks of the group, never of the world.
@@ -16,10 +16,11 @@ Order is the contract: all ranks make the same calls in the same order, from one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -34,6 +35,7 @@ __all__ = [
     "GroupTransport",
     "NullTransport",
     "Parcel",
+    "Piece",
     "Transport",
     "TransportError",
     "connect",
@@ -41,19 +43,30 @@ __all__ = [
 
 _TAG_DATA = 0x7A65
 _TAG_STATUS = 0x7A66
-_IN_FLIGHT = 2
+# Messages under way at a time. Many keep a socket busy; on an accelerator, stream order does that, and scratch is dear.
+_MESSAGES_IN_FLIGHT = 8
+_BROADCASTS_IN_FLIGHT = 2
 
 
 class TransportError(RuntimeError):
     """A transfer failed; the message names the other rank and what was under way."""
 
 
-class Parcel(Protocol):
-    """What one bucket needs from a transport: every owner's span, sent by its owner and delivered everywhere else.
+class Piece(Protocol):
+    """A stretch of one owner's part of a bucket that travels as one message."""
 
-    All tensors are one-dimensional and contiguous; spans may be empty. A tensor is given up by the transport as soon
-    as it is delivered, so at most three spans are in use at a time.
-    """
+    def load(self) -> Tensor:
+        """The elements as one-dimensional contiguous memory, to be sent."""
+
+    def room(self) -> Tensor:
+        """Memory of the same kind to receive them into."""
+
+    def store(self, memory: Tensor) -> None:
+        """Take over received memory."""
+
+
+class Parcel(Protocol):
+    """What a transport needs of one bucket: every owner's part, in pieces that all ranks cut alike."""
 
     @property
     def device(self) -> torch.device:
@@ -62,14 +75,8 @@ class Parcel(Protocol):
     def attach(self) -> None:
         """Follow parameters whose `.data` was bound to other memory; before each gather."""
 
-    def outgoing(self, rank: int) -> Tensor:
-        """The span that `rank`, which is this rank, owns."""
-
-    def inbox(self, owner: int) -> Tensor:
-        """Memory for the span of another rank."""
-
-    def deliver(self, owner: int, span: Tensor) -> None:
-        """Take over the span of another rank."""
+    def pieces(self, owner: int) -> Sequence[Piece]:
+        """The part of `owner`; empty if it owns nothing here."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,14 @@ class Flight:
         return self.memory
 
 
+def _start(call: Callable[[], Any], memory: Tensor, story: str) -> Flight:
+    """Start a transfer. A peer that is gone already is noticed here, one that goes later in `Flight.wait`."""
+    try:
+        return Flight(call(), memory, story)
+    except RuntimeError as error:
+        raise TransportError(f"{story} failed: {error}") from error
+
+
 class Transport(Protocol):
     """How one rank talks to the others of its group."""
 
@@ -104,8 +119,11 @@ class Transport(Protocol):
     def wire_device(self) -> torch.device:
         """Where tensors must lie to be sent: the host if the group serves it."""
 
+    def stream_ordered(self, device: torch.device) -> bool:
+        """Whether waiting for a transfer of `device` memory only orders streams and never blocks the host."""
+
     def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
-        """Bring every owner's span to every rank, and the ranks' `status` words along where hosts wait anyway."""
+        """Bring every owner's part to every rank, and the ranks' `status` words along where hosts wait anyway."""
 
     def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
         """Whether `gather` of these parcels carries status words."""
@@ -132,6 +150,10 @@ class NullTransport:
     rank = 0
     world_size = 1
     wire_device = torch.device("cpu")
+
+    def stream_ordered(self, device: torch.device) -> bool:
+        """There is no transfer to wait for."""
+        return device.type != "cpu"
 
     def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
         """Nothing to bring."""
@@ -172,19 +194,24 @@ class GroupTransport:
     @cached_property
     def wire_device(self) -> torch.device:
         """The host if the group serves it, else the current accelerator of the kind that it serves."""
-        kinds = _device_kinds(self._group)
+        kinds = list(_backends(self._group))
         if "cpu" in kinds:
             return torch.device("cpu")
         return torch.device(kinds[0], torch.accelerator.current_device_index())
 
+    def stream_ordered(self, device: torch.device) -> bool:
+        """True for a backend that serves accelerators alone: one that serves the host too stages through it."""
+        backends = _backends(self._group)
+        return device.type != "cpu" and backends.get(device.type) != backends.get("cpu")
+
     def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
-        """Bring every owner's span to every rank, bucket by bucket in the given order."""
+        """Bring every owner's part to every rank, bucket by bucket in the given order."""
         words = self._start_statuses(status) if self.meets_on_host(parcels) else []
         for parcel in parcels:
             if parcel.device.type == "cpu":
                 self._exchange(parcel)
             else:
-                self._broadcast_spans(parcel)
+                self._broadcast_pieces(parcel)
         return self._statuses(status, words)
 
     def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
@@ -192,34 +219,31 @@ class GroupTransport:
         return any(parcel.device.type == "cpu" for parcel in parcels)
 
     def _exchange(self, parcel: Parcel) -> None:
-        outgoing, flying = parcel.outgoing(self.rank), deque[tuple[int, Flight | None, Flight | None]]()
+        outgoing = [piece.load() for piece in parcel.pieces(self.rank)]
+        flying = deque[tuple[Piece | None, Flight | None, Flight | None]]()
         for shift in range(1, self.world_size):
             to, source = (self.rank + shift) % self.world_size, (self.rank - shift) % self.world_size
-            inbox = parcel.inbox(source)
-            # The receive comes first: a send that finds no receive posted holds up the opposite direction.
-            receive = self.start_receive(inbox, source) if inbox.numel() else None
-            send = self.start_send(outgoing, to) if outgoing.numel() else None
-            flying.append((source, receive, send))
-            if len(flying) == _IN_FLIGHT:
-                _land(parcel, *flying.popleft())
-        for pair in flying:
-            _land(parcel, *pair)
+            for piece, memory in zip_longest(parcel.pieces(source), outgoing):
+                # The receive comes first: a send that finds no receive posted holds up the opposite direction.
+                receive = self.start_receive(piece.room(), source) if piece is not None else None
+                send = self.start_send(memory, to) if memory is not None else None
+                flying.append((piece, receive, send))
+                if len(flying) == _MESSAGES_IN_FLIGHT:
+                    _land(*flying.popleft())
+        while flying:
+            _land(*flying.popleft())
 
-    def _broadcast_spans(self, parcel: Parcel) -> None:
-        flying = deque[tuple[int, Flight]]()
+    def _broadcast_pieces(self, parcel: Parcel) -> None:
+        flying = deque[tuple[Piece | None, Flight | None]]()
         for owner in range(self.world_size):
-            span = parcel.outgoing(owner) if owner == self.rank else parcel.inbox(owner)
-            if span.numel():
-                flying.append((owner, self._start_broadcast(span, owner)))
-            if len(flying) == _IN_FLIGHT:
-                self._settle(parcel, *flying.popleft())
-        for owner, flight in flying:
-            self._settle(parcel, owner, flight)
-
-    def _settle(self, parcel: Parcel, owner: int, flight: Flight) -> None:
-        span = flight.wait()
-        if owner != self.rank:
-            parcel.deliver(owner, span)
+            mine = owner == self.rank
+            for piece in parcel.pieces(owner):
+                flight = self._start_broadcast(piece.load() if mine else piece.room(), owner)
+                flying.append((None if mine else piece, flight))
+                if len(flying) == _BROADCASTS_IN_FLIGHT:
+                    _land(*flying.popleft())
+        while flying:
+            _land(*flying.popleft())
 
     def _start_statuses(self, status: int) -> list[Flight]:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
@@ -237,7 +261,8 @@ class GroupTransport:
         """Every rank's integers, by rank."""
         row = torch.tensor(values, dtype=torch.int64, device=self.wire_device)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        dist.all_gather(rows, row, group=self._group)
+        story = f"the all-gather of {self.world_size} ranks"
+        _start(lambda: dist.all_gather(rows, row, group=self._group, async_op=True), row, story).wait()
         return torch.stack(rows).tolist()
 
     def broadcast(self, memory: Tensor, source: int) -> None:
@@ -253,16 +278,18 @@ class GroupTransport:
         return self._start_receive(memory, source, _TAG_DATA)
 
     def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
-        work = dist.isend(_as_bytes(memory), group=self._group, group_dst=to, tag=tag)
-        return Flight(work, memory, f"sending to rank {to} of {self.world_size}")
+        story = f"sending to rank {to} of {self.world_size}"
+        return _start(lambda: dist.isend(_as_bytes(memory), group=self._group, group_dst=to, tag=tag), memory, story)
 
     def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
-        work = dist.irecv(_as_bytes(memory), group=self._group, group_src=source, tag=tag)
-        return Flight(work, memory, f"receiving from rank {source} of {self.world_size}")
+        story = f"receiving from rank {source} of {self.world_size}"
+        return _start(
+            lambda: dist.irecv(_as_bytes(memory), group=self._group, group_src=source, tag=tag), memory, story
+        )
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
-        work = dist.broadcast(_as_bytes(memory), group=self._group, group_src=source, async_op=True)
-        return Flight(work, memory, f"the broadcast of rank {source} of {self.world_size}")
+        story, data = f"the broadcast of rank {source} of {self.world_size}", _as_bytes(memory)
+        return _start(lambda: dist.broadcast(data, group=self._group, group_src=source, async_op=True), memory, story)
 
     def companion(self) -> Transport:
         """A Gloo group of our own over the same ranks; host memory only, whatever backends this group has."""
@@ -287,8 +314,12 @@ class CompanionTransport(GroupTransport):
         self.world_size = gloo.size()
 
     def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
-        """Bring every owner's span to every rank, through host memory."""
+        """Bring every owner's part to every rank, through host memory."""
         return super().gather([_Staged(parcel) for parcel in parcels], status)
+
+    def stream_ordered(self, device: torch.device) -> bool:
+        """Never."""
+        return False
 
     def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
         """Always, if there is anything to gather."""
@@ -298,18 +329,19 @@ class CompanionTransport(GroupTransport):
         """Every rank's integers, by rank."""
         row = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        self._gloo.allgather([rows], [row]).wait()
+        _start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
 
     def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
-        return Flight(self._gloo.send([_as_bytes(memory)], to, tag), memory, f"sending to rank {to}")
+        return _start(lambda: self._gloo.send([_as_bytes(memory)], to, tag), memory, f"sending to rank {to}")
 
     def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
-        return Flight(self._gloo.recv([_as_bytes(memory)], source, tag), memory, f"receiving from rank {source}")
+        data = _as_bytes(memory)
+        return _start(lambda: self._gloo.recv([data], source, tag), memory, f"receiving from rank {source}")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
-        work = self._gloo.broadcast(_as_bytes(memory), source)
-        return Flight(work, memory, f"the broadcast of rank {source}")
+        data = _as_bytes(memory)
+        return _start(lambda: self._gloo.broadcast(data, source), memory, f"the broadcast of rank {source}")
 
     def companion(self) -> Transport:
         """A companion needs no companion."""
@@ -327,15 +359,23 @@ class _Staged:
     def attach(self) -> None:
         self._parcel.attach()
 
-    def outgoing(self, rank: int) -> Tensor:
-        return self._parcel.outgoing(rank).to(self.device)
+    def pieces(self, owner: int) -> Sequence[Piece]:
+        pieces = self._parcel.pieces(owner)
+        return pieces if self._parcel.device == self.device else [_StagedPiece(piece) for piece in pieces]
 
-    def inbox(self, owner: int) -> Tensor:
-        return self._parcel.inbox(owner).to(self.device)
 
-    def deliver(self, owner: int, span: Tensor) -> None:
-        here = self._parcel.inbox(owner)
-        self._parcel.deliver(owner, here.copy_(span) if here.device != span.device else span)
+@dataclass(frozen=True)
+class _StagedPiece:
+    piece: Piece
+
+    def load(self) -> Tensor:
+        return self.piece.load().cpu()
+
+    def room(self) -> Tensor:
+        return torch.empty_like(self.piece.room(), device="cpu")
+
+    def store(self, memory: Tensor) -> None:
+        self.piece.store(self.piece.room().copy_(memory))
 
 
 def connect(group: dist.ProcessGroup | None) -> Transport:
@@ -351,21 +391,22 @@ def connect(group: dist.ProcessGroup | None) -> Transport:
     return NullTransport() if dist.get_world_size(found) == 1 else GroupTransport(found)
 
 
-def _land(parcel: Parcel, source: int, receive: Flight | None, send: Flight | None) -> None:
-    if receive is not None:
-        parcel.deliver(source, receive.wait())
+def _land(piece: Piece | None, receive: Flight | None, send: Flight | None = None) -> None:
+    memory = receive.wait() if receive is not None else None
+    if piece is not None and memory is not None:
+        piece.store(memory)
     if send is not None:
         send.wait()
 
 
-def _device_kinds(group: dist.ProcessGroup) -> list[str]:
-    """The kinds of device that the group's backends serve: "cpu:gloo,cuda:nccl" serves two."""
-    return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each kind of device that the group serves: "cpu:gloo,cuda:nccl" names two."""
+    return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The group's own time-out where torch tells it; `None` means torch's default."""
-    for kind in _device_kinds(group):
+    for kind in _backends(group):
         options = getattr(group._get_backend(torch.device(kind)), "options", None)
         if options is not None:
             return getattr(options, "_timeout", None)

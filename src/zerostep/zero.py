@@ -25,14 +25,21 @@ from zerostep.checkpoint.restore import commit, local_part, validate
 from zerostep.groups import Group, all_params, copy_options, normalise, param_specs, refuse_sparse, share
 from zerostep.join import ShadowHook, UnevenInputs
 from zerostep.layout import Layout
+from zerostep.marks import GradientMarks
 from zerostep.objects import broadcast_object
 from zerostep.partition import plan
+from zerostep.pipeline import GradientCallback, Pipeline
 from zerostep.transport import Parcel, Transport, TransportError, connect
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
 logger = logging.getLogger("zerostep")
 
+_TOO_LATE = (
+    "with overlap_with_ddp=True the parameters are updated inside backward(), with the gradients as DDP reduced them. "
+    "Use overlap_with_ddp=False for it, zerostep.ShardedOptimizer where available, or set_gradient_callback() for "
+    "edits that need no sight of all gradients"
+)
 _UPDATED, _FAILED_UNTOUCHED, _FAILED_TOUCHED = 0, 1, 2
 
 
@@ -46,7 +53,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: the ranks to divide the state among; the whole world if not given.
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
             view of it. Saves the copies into and out of the transfer, at the price of changed storage.
-        overlap_with_ddp: not supported yet.
+        overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
@@ -73,6 +80,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class = optimizer_class
+        self._gradient_callback: GradientCallback | None = None
+        if overlap_with_ddp:
+            self._step_supports_amp_scaling = True  # so that GradScaler comes to step() to be refused
+            if parameters_as_bucket_view:
+                logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
         self._all_state_dicts: list[StateDict] = []
         self._layout: Layout | None = None
         self._parcels: list[Parcel] = []
@@ -81,13 +93,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._has_state = False
         self._broken: str | None = None
         self._uneven: UnevenInputs | None = None
+        self._leaf_of: dict[Tensor, Tensor] = {}
+        self._marks = GradientMarks()
+        self._shadow_hook: ShadowHook | None = None
         with agreed(self._transport) as statement:
             _check_class(optimizer_class, overlap_with_ddp)
             Joinable.__init__(self)
             self._not_joining = self._join_config
             Optimizer.__init__(self, normalise(params), defaults)
             refuse_sparse(self._all_params)
-            self.optim = optimizer_class(self._partition_parameters()[self.rank], **defaults)
+            self.optim = optimizer_class(self._inner_groups(), **defaults)
             self.defaults = {**self.optim.defaults, **defaults}
             copy_options(self.optim.param_groups, self.param_groups)
             statement.records = self._records()
@@ -98,8 +113,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def state(self) -> Any:
-        """The live state of this rank's shard: the inner optimizer's own mapping, keyed by the user's parameters."""
-        return self.optim.state if "optim" in self.__dict__ else {}
+        """The live state of this rank's shard, keyed by the user's parameters.
+
+        It is the inner optimizer's own mapping, or in overlap mode, where that one is keyed by leaves, one with the
+        same entries.
+        """
+        if "optim" not in self.__dict__ or not self._leaf_of:
+            return self.optim.state if "optim" in self.__dict__ else {}
+        found = self.optim.state
+        return {param: found[leaf] for param, leaf in self._leaf_of.items() if leaf in found}
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -148,6 +170,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 shares[rank].append(share(group, places))
         return shares
 
+    def _inner_groups(self) -> list[Group]:
+        """This rank's share of every group, as the inner optimizer holds it."""
+        groups = self._partition_parameters()[self.rank]
+        if self._overlap_with_ddp:
+            for param in all_params(groups):
+                if param not in self._leaf_of:
+                    self._leaf_of[param] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+            groups = [{**group, "params": [self._leaf_of[param] for param in group["params"]]} for group in groups]
+        return groups
+
+    @property
+    def _inner_index(self) -> dict[Tensor, int]:
+        """Global index by the tensors that the inner optimizer holds."""
+        return {self._leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
+
     def _owned(self, rank: int) -> list[Tensor]:
         """The trainable parameters of `rank`, in the same order on all ranks."""
         ranks = self._param_to_rank
@@ -162,9 +199,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         untouched. Returns what that returns.
         """
         self._check_usable()
-        Join.notify_join_context(self)
+        if self._overlap_with_ddp:
+            return self._refuse_step(kwargs)
         if self._uneven is not None and self._join_config.enable:
+            # First the closure: in it, a DDP module may take over the announcement of this iteration.
             closure = _evaluated(closure)
+            Join.notify_join_context(self)
             self._uneven.lend()
         loss = self._step_and_sync(closure, kwargs)
         if self._uneven is not None:
@@ -237,9 +277,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ memory follows the parameters
 
     def _prepare_memory(self) -> None:
-        layout = self._current_layout()
-        self._parcels = make_parcels(layout, self._all_params, self.parameters_as_bucket_view, self._parcels)
-        self._signature = _signature(self._all_params)
+        layout, params = self._current_layout(), self._all_params
+        self._signature = _signature(params)
+        if self._overlap_with_ddp:
+            groups, index_of = self.param_groups, self._param_to_index
+            self._pipeline = Pipeline(self.optim, lambda: groups, self._leaf_of, layout, index_of)
+        else:
+            self._parcels = make_parcels(layout, params, self.parameters_as_bucket_view, self._parcels)
 
     def _follow_parameters(self) -> None:
         """Notice what the user did to the parameters since the last step."""
@@ -274,7 +318,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(normalise([param_group])[0])
         refuse_sparse(self.param_groups[-1]["params"])
         self._clear_cache()
-        self.optim.add_param_group(self._partition_parameters()[self.rank][-1])
+        self.optim.add_param_group(self._inner_groups()[-1])
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _records(self) -> list[Any]:
@@ -284,6 +328,48 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @staticmethod
     def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:
         copy_options(src_param_groups, dst_param_groups)
+
+    # ------------------------------------------------------------------ steps inside backward
+
+    def set_gradient_callback(self, callback: GradientCallback | None) -> None:
+        """In overlap mode, call `callback(params, gradients)` before each update, to edit the gradients in place.
+
+        It is called once for each bucket of DDP, with the parameters that this rank owns in it, e.g. to clip values.
+        The gradients are copies: `.grad` stays what DDP reduced.
+        """
+        self._gradient_callback = callback
+
+    def _refuse_step(self, kwargs: dict[str, Any]) -> None:
+        if getattr(self, "found_inf", None) is not None or "grad_scaler" in kwargs:
+            raise RuntimeError(f"GradScaler cannot be used: {_TOO_LATE}")
+        self._refuse_edited_gradients()
+        logger.warning("step() does nothing with overlap_with_ddp=True: backward() has already updated the parameters")
+
+    def _refuse_edited_gradients(self) -> None:
+        edited = self._marks.edited()
+        self._marks.clear()
+        if edited:
+            raise RuntimeError(
+                f"gradients were edited after backward(), those of parameter {self._param_to_index[edited[0]]} among "
+                f"them, as clip_grad_norm_() does: {_TOO_LATE}"
+            )
+
+    def _begin_overlap_iteration(self) -> None:
+        self._check_usable()
+        if [entry[0] for entry in _signature(self._all_params)] != [entry[0] for entry in self._signature]:
+            raise RuntimeError(
+                "requires_grad of some parameters has changed, which overlap_with_ddp=True cannot follow: build the "
+                "DDP module and the optimizer anew, or use overlap_with_ddp=False"
+            )
+        self._pipeline.gradient_callback = self._gradient_callback
+
+    def _end_overlap_iteration(self) -> None:
+        self._steps += 1
+        self._has_state = True
+        self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
+
+    def _check_overlap_initialized(self) -> None:
+        """Overlap mode is ready from the start; kept for callers that ask."""
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -297,7 +383,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
         copy_options(self.param_groups, self.optim.param_groups)
         self._all_state_dicts = []
-        self._all_state_dicts = collect(self._transport, self.optim, self._param_to_index, to)
+        self._all_state_dicts = collect(self._transport, self.optim, self._inner_index, to)
 
     def release_state_dict(self) -> None:
         """Free the consolidated state that this rank may hold."""
@@ -332,8 +418,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, found)
             found = found if replaced is None else replaced
-        numbers = validate(found, self.param_groups, self.optim)
-        index_of = self._param_to_index
+        numbers = validate(found, self.param_groups, self.optim, self.state)
+        index_of = self._inner_index
         owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
         commit(self.optim, local_part(found, numbers, owned))
         copy_options(self.optim.param_groups, self.param_groups)
@@ -362,10 +448,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
+        if self._overlap_with_ddp:
+            return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._uneven is None:
             self._uneven = UnevenInputs(self._transport, self._owned)
         self._uneven.mark_gradients()
-        return ShadowHook(self, self._uneven)
+        self._shadow_hook = ShadowHook(self, self._uneven)
+        return self._shadow_hook
 
     @property
     def _active_transport(self) -> Transport:
@@ -383,6 +472,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, not only of those that this rank owns."""
+        self._refuse_edited_gradients()
         super().zero_grad(set_to_none)
         if self._uneven is not None:
             self._uneven.mark_gradients()
@@ -411,8 +501,6 @@ def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
             f"{optimizer_class.__name__} is a functional optimizer, which cannot be used with overlap_with_ddp="
             f"{overlap_with_ddp}: pass the ordinary class from torch.optim"
         )
-    if overlap_with_ddp:
-        raise NotImplementedError("overlap_with_ddp=True is not supported yet: use overlap_with_ddp=False")
 
 
 def _evaluated(closure: Any) -> Any:

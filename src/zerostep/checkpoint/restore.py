@@ -33,7 +33,7 @@ _PARAMETER_SHAPED = (
 )
 
 
-def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer) -> dict[Any, int]:
+def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer, live: Mapping[Tensor, Any]) -> dict[Any, int]:
     """Check the whole dict against all parameters; the numbers of its parameter ids. `ValueError` if it cannot fit."""
     _check_keys(state_dict)
     saved = state_dict["param_groups"]
@@ -50,7 +50,8 @@ def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer) -> dict
         numbers.setdefault(saved_id, place)
     params = list(chain.from_iterable(group["params"] for group in groups))
     for saved_id, entry in state_dict["state"].items():
-        _check_entry(saved_id, entry, numbers, params, inner)
+        _check_entry(saved_id, entry, numbers)
+        _check_shapes(saved_id, entry, params[numbers[saved_id]], inner, live)
     return numbers
 
 
@@ -58,14 +59,14 @@ def _check_keys(state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(f'a state dict needs the keys "state" and "param_groups"; got {found}')
+    if not isinstance(state_dict["state"], Mapping) or not isinstance(state_dict["param_groups"], (list, tuple)):
+        raise ValueError('in a state dict "state" must be a dict and "param_groups" a list')
     for number, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(f'group {number} of the state dict has no key "params"')
 
 
-def _check_entry(
-    saved_id: Any, entry: Any, numbers: Mapping[Any, int], params: Sequence[Tensor], inner: Optimizer
-) -> None:
+def _check_entry(saved_id: Any, entry: Any, numbers: Mapping[Any, int]) -> None:
     if saved_id not in numbers:
         raise ValueError(f"the state dict holds state for parameter {saved_id!r}, which is in none of its groups")
     if not isinstance(entry, Mapping):
@@ -73,20 +74,26 @@ def _check_entry(
             f"the state of parameter {saved_id!r} is {entry!r}, not a dict: load a complete state dict that no other "
             "optimizer has taken apart"
         )
-    param = params[numbers[saved_id]]
+
+
+def _check_shapes(
+    saved_id: Any, entry: Mapping[str, Any], param: Tensor, inner: Optimizer, live: Mapping[Tensor, Any]
+) -> None:
     for key, value in entry.items():
-        if isinstance(value, Tensor) and not _fits(key, value, param, inner):
+        if isinstance(inner, _PARAMETER_SHAPED):
+            known: Any = param
+        else:
+            known = live[param].get(key) if param in live else None
+        if (
+            isinstance(value, Tensor)
+            and isinstance(known, Tensor)
+            and value.numel() != 1
+            and value.shape != known.shape
+        ):
             raise ValueError(
                 f"state {key!r} of parameter {saved_id!r} has shape {tuple(value.shape)}, "
                 f"the parameter has shape {tuple(param.shape)}"
             )
-
-
-def _fits(key: str, value: Tensor, param: Tensor, inner: Optimizer) -> bool:
-    if isinstance(inner, _PARAMETER_SHAPED):
-        return value.numel() == 1 or value.shape == param.shape
-    live = inner.state[param].get(key) if param in inner.state else None
-    return not isinstance(live, Tensor) or live.shape == value.shape
 
 
 def local_part(state_dict: StateDict, numbers: Mapping[Any, int], owned: Sequence[Sequence[int]]) -> StateDict:

@@ -1,0 +1,183 @@
+"""The optimizer step inside backward: two DDP communication hooks, with torch's names and arguments.
+
+Both wrap another hook, which reduces the gradients. As soon as a bucket is reduced, its owners update their parameters
+and send them to everyone, and when `backward()` returns, all ranks hold the new parameters. The two differ in when
+that happens: after the last bucket, or bucket by bucket while backward is still computing the others.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from zerostep.lanes import Lane, StreamLane, ThreadLane
+from zerostep.pipeline import Arrival
+from zerostep.transport import TransportError
+from zerostep.zero import ZeroRedundancyOptimizer
+
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+Future = torch.futures.Future
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
+Reduction = tuple[Arrival, Future[Tensor]]
+
+logger = logging.getLogger("zerostep")
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """A DDP communication hook that updates and gathers all buckets once the last one is there.
+
+    Arguments:
+        hook: the hook that reduces gradients, e.g. torch's `allreduce_hook`; it may reduce in place or return its
+            result in new memory.
+        ddp: the module on which the returned hook is registered.
+        zero: an optimizer over the module's parameters, built with `overlap_with_ddp=True`.
+        shard_buckets: accepted for compatibility and without effect: who owns which parameter is settled when the
+            optimizer is built, and never depends on DDP's buckets.
+    """
+    overlap = _Overlap(ddp, zero)
+    waiting: list[Reduction] = []
+
+    def zero_step_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def launch() -> Future[Tensor]:
+            if bucket.index() == 0:
+                waiting.clear()
+            waiting.append(overlap.reduce(hook, state, bucket))
+            return overlap.run(list(waiting)) if bucket.is_last() else waiting[-1][1]
+
+        return _never_raising(launch)
+
+    return zero_step_hook
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """A DDP communication hook that updates and gathers each bucket while backward computes the next ones.
+
+    Arguments:
+        hook: the hook that reduces gradients, e.g. torch's `allreduce_hook`; it may reduce in place or return its
+            result in new memory.
+        ddp: the module on which the returned hook is registered.
+        zero: an optimizer over the module's parameters, built with `overlap_with_ddp=True`.
+        shard_buckets: accepted for compatibility and without effect: who owns which parameter is settled when the
+            optimizer is built, and never depends on DDP's buckets.
+    """
+    overlap = _Overlap(ddp, zero)
+
+    def zero_step_interleaved_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return _never_raising(lambda: overlap.run([overlap.reduce(hook, state, bucket)]))
+
+    return zero_step_interleaved_hook
+
+
+class _Overlap:
+    """What one DDP module and one optimizer share."""
+
+    def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+        _check(ddp, zero)
+        device = zero.join_device
+        self._zero = zero
+        self._control = zero._transport.companion()
+        ordered = zero._transport.stream_ordered(device)
+        # In stream order one group is enough, and two are not safe. Where hosts wait, a group of our own lets our
+        # messages run beside DDP's.
+        self._transport = zero._transport if ordered else self._control
+        self._lane: Lane = StreamLane(device) if ordered else ThreadLane(device)
+        self._used = _UsedParameters(zero)
+        self._used.watch(ddp)
+        ddp.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, ddp: nn.Module, args: Any) -> None:
+        self._zero._refuse_edited_gradients()
+        self._used.watch(ddp)  # a static graph may be declared until the first forward pass
+
+    def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
+        """Start the reduction of a bucket with the wrapped hook."""
+        if bucket.index() == 0:
+            self._zero._begin_overlap_iteration()
+        arrival = self._zero._pipeline.arrive(bucket, self._used.flag_of())
+        return arrival, hook(state, bucket)
+
+    def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
+        """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
+        last = reductions[-1][0].is_last
+        if last:
+            _after_backward(lambda: self._zero._marks.set(self._zero._leaf_of))
+        return self._lane.run(lambda: self._process(reductions))
+
+    def _process(self, reductions: Sequence[Reduction]) -> Tensor:
+        for arrival, future in reductions:
+            found = future.wait()
+            reduced = found[0] if isinstance(found, (list, tuple)) else found
+            try:
+                self._zero._pipeline.process(arrival, reduced, self._transport, self._control)
+            except TransportError as error:
+                self._zero._break(f"the exchange of bucket {arrival.index} failed: {error}", error)
+            if arrival.is_last:
+                self._used.forget()
+                self._zero._end_overlap_iteration()
+        return reduced
+
+
+class _UsedParameters:
+    """Which parameters got a gradient since the last synchronised backward pass, where DDP allows some to get none."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero, self._used, self._watched = zero, set[Tensor](), set[Tensor]()
+
+    def flag_of(self) -> Callable[[Tensor], bool] | None:
+        """Tells whether a parameter was used; `None` where all must have been."""
+        return self._used.__contains__ if self._watched else None
+
+    def forget(self) -> None:
+        """The next synchronised pass starts anew."""
+        self._used.clear()
+
+    def watch(self, ddp: nn.Module) -> None:
+        """Start to take note if the module allows unused parameters."""
+        if getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False):
+            for param in self._zero._all_params:
+                if param.requires_grad and param not in self._watched:
+                    self._watched.add(param)
+                    param.register_post_accumulate_grad_hook(self._used.add)
+
+
+def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
+    if not zero._overlap_with_ddp:
+        raise ValueError(
+            "the optimizer was built for steps of its own: construct it with overlap_with_ddp=True to use it in a hook"
+        )
+    ours, theirs = (dist.get_process_group_ranks(group) for group in (zero.process_group, ddp.process_group))
+    if ours != theirs:
+        raise ValueError(
+            f"the optimizer spans ranks {ours}, the DDP module ranks {theirs}: give both the same process group"
+        )
+
+
+def _never_raising(launch: Callable[[], Future[Tensor]]) -> Future[Tensor]:
+    """DDP cannot recover from an exception in a hook, but it can from one in a future."""
+    try:
+        return launch()
+    except Exception as error:
+        failed: Future[Tensor] = Future()
+        failed.set_exception(error)  # type: ignore[arg-type]
+        return failed
+
+
+def _after_backward(action: Callable[[], None]) -> None:
+    """Run `action` when DDP has finished with this backward pass; not at all in a joined rank's shadow pass."""
+    engine: Any = Variable._execution_engine
+    try:
+        # DDP's own callback is queued after this one; a callback that this one queues comes after DDP's.
+        engine.queue_callback(lambda: engine.queue_callback(action))
+    except RuntimeError:
+        logger.debug("no backward pass is running")
