@@ -181,9 +181,10 @@ class FlatParcel:
                 self._bind(slot, param)
 
     def holds(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are the very parameters that live here."""
+        """Whether these are the very parameters that live here, on the device where they lived."""
         found = (params[slot.param] if slot.param < len(params) else None for slot in self.bucket.slots)
-        return all(here is there for here, there in zip(found, self._params, strict=True))
+        pairs = zip(found, self._params, strict=True)
+        return all(here is there and there.device == self._flat.device for here, there in pairs)
 
     def release(self) -> None:
         """Give private memory to the parameters that still live here."""

@@ -62,8 +62,9 @@ def _group(entry: Group) -> Group:
     if "params" not in entry:
         raise ValueError(f'every parameter group needs the key "params"; one has only {sorted(map(str, entry))}')
     params = entry["params"]
-    ordered = isinstance(params, (Tensor, set, frozenset)) or not isinstance(params, Iterable)
-    return {**entry, "params": params if ordered else list(params)}
+    # Sets and single tensors are left for torch to judge.
+    as_it_is = isinstance(params, (Tensor, set, frozenset)) or not isinstance(params, Iterable)
+    return {**entry, "params": params if as_it_is else list(params)}
 
 
 def refuse_sparse(params: Iterable[Tensor]) -> None:

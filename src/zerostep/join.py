@@ -3,12 +3,13 @@
 torch's `Join` runs the shadow of every joinable on a joined rank. For the optimizer that shadow is a step, and its
 trouble is gradients: the joined rank computes none, and those that DDP reduces for it never reach `.grad`. So each
 step inside the context begins with a word from every rank, and once some have joined, the lowest live rank lends them
-the gradients of their shards.
+the gradients of their shards and the options of its groups, which a scheduler may have changed.
 
-Two things let the optimizer stand anywhere in the list of joinables. Those steps run over a group of their own, the
-companion, and their shadow runs beside the other shadows, in a thread: no order between their messages and DDP's is
-needed. And where the optimizer stands first, the duty to announce each iteration passes to the DDP module, whose
-messages come first.
+Three things let the optimizer stand anywhere in the list of joinables. Those steps run over a group of their own, the
+companion, and their shadows run beside the other shadows, in a thread: no order between their messages and DDP's is
+needed. Shadows wait in a queue until the live ranks really step, which they may do less often than they run forward.
+And where the optimizer stands first, the duty to announce each iteration passes to the DDP module, whose messages come
+first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostep import stream
+from zerostep.codec import pack
+from zerostep.groups import Group, copy_options, options
 from zerostep.marks import GradientMarks
+from zerostep.objects import receive_object, send_object
 from zerostep.transport import Transport
 
 if TYPE_CHECKING:
@@ -34,18 +37,23 @@ if TYPE_CHECKING:
 
 __all__ = ["ShadowHook", "UnevenInputs"]
 
-_LIVE, _JOINED_WITHOUT_GRADIENTS, _JOINED_WITH_GRADIENTS = 0, 1, 2
+_LIVE, _JOINED, _JOINED_WITH_GRADIENTS, _LEFT = 0, 1, 2, 3
 
 
 class UnevenInputs:
     """What one optimizer needs inside a join context."""
 
-    def __init__(self, transport: Transport, owned: Callable[[int], Sequence[Tensor]]) -> None:
+    def __init__(self, transport: Transport, owned: Callable[[int], Sequence[Tensor]], groups: list[Group]) -> None:
         self.companion = transport.companion()
-        self.someone_joined = False
-        self._owned = owned
+        self._owned, self._groups = owned, groups
         self._marks = GradientMarks()
+        self.enter()
+
+    def enter(self) -> None:
+        """A new context begins."""
+        self.someone_joined = False
         self.follows_ddp = False
+        self.mark_gradients()
 
     def mark_gradients(self) -> None:
         """Remember the gradients of this rank's shard, so as to notice when somebody sets others."""
@@ -58,49 +66,42 @@ class UnevenInputs:
 
     def lend(self) -> None:
         """A live rank's word, and its gradients where a joined rank needs them."""
-        needy, lender = self._meet(_LIVE)
-        if self.companion.rank == lender:
-            for rank in needy:
-                self._send_gradients(rank)
+        words = self._meet(_LIVE)
+        if self.companion.rank == words.index(_LIVE):
+            for rank, word in enumerate(words):
+                if word == _JOINED:
+                    send_object(self.companion, self._loan(rank), rank)
 
     @contextmanager
-    def borrow(self, own: bool) -> Iterator[None]:
-        """A joined rank's word; inside, its shard has the gradients that the live ranks step with."""
-        _, lender = self._meet(_JOINED_WITH_GRADIENTS if own else _JOINED_WITHOUT_GRADIENTS)
-        if own:
-            yield
+    def borrow(self, own: bool) -> Iterator[bool]:
+        """A joined rank's word. Inside, its shard has the gradients that the live ranks step with.
+
+        False if no live rank is left to step with.
+        """
+        words = self._meet(_JOINED_WITH_GRADIENTS if own else _JOINED)
+        if own or _LIVE not in words:
+            yield _LIVE in words
             return
-        params = self._shard()
-        before = [param.grad for param in params]
-        try:
-            for param, grad in zip(params, self._receive_gradients(lender), strict=True):
-                param.grad = grad
-            yield
-        finally:
-            for param, grad in zip(params, before, strict=True):
-                param.grad = grad
+        loan = receive_object(self.companion, words.index(_LIVE))
+        copy_options(loan["options"], self._groups)
+        with _gradients(self._shard(), loan["gradients"]):
+            yield True
+
+    def leave(self) -> None:
+        """The word of a rank that waits for nobody any more."""
+        self._meet(_LEFT)
 
     def _shard(self) -> Sequence[Tensor]:
         return self._owned(self.companion.rank)
 
-    def _meet(self, word: int) -> tuple[list[int], int]:
-        """The ranks that need gradients, and the rank that lends them."""
+    def _meet(self, word: int) -> list[int]:
         words = [row[0] for row in self.companion.all_gather_ints([word])]
         self.someone_joined = any(found != _LIVE for found in words)
-        needy = [rank for rank, found in enumerate(words) if found == _JOINED_WITHOUT_GRADIENTS]
-        return needy, words.index(_LIVE)
+        return words
 
-    def _send_gradients(self, rank: int) -> None:
-        params = self._owned(rank)
-        stream.send_bytes(self.companion, bytes(param.grad is not None for param in params), rank)
-        stream.send(self.companion, [_like(param, param.grad) for param in params if param.grad is not None], rank)
-
-    def _receive_gradients(self, lender: int) -> list[Tensor | None]:
-        params = self._shard()
-        present = stream.receive_bytes(self.companion, len(params), lender)
-        found = [torch.empty_like(param) if there else None for param, there in zip(params, present, strict=True)]
-        stream.receive(self.companion, [grad for grad in found if grad is not None], lender)
-        return found
+    def _loan(self, rank: int) -> dict[str, Any]:
+        gradients = [None if param.grad is None else param.grad.detach().to_dense() for param in self._owned(rank)]
+        return {"gradients": gradients, "options": [_portable(options(group)) for group in self._groups]}
 
 
 class ShadowHook(JoinHook):
@@ -109,7 +110,8 @@ class ShadowHook(JoinHook):
     def __init__(self, zero: ZeroRedundancyOptimizer, uneven: UnevenInputs) -> None:
         self._zero, self._uneven = zero, uneven
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")
-        self._pending: Future[None] | None = None
+        self._shadows: list[Future[None]] = []
+        self._over = False
         self._before: tuple[DistributedDataParallel, Any] | None = None
         see = WeakMethod(self._see_ddp)
         self._handle = register_module_forward_pre_hook(lambda *args: (hook := see()) and hook(*args))
@@ -117,33 +119,44 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Shadow one step of the live ranks, without announcing an iteration."""
-        self._finish()
-        own = self._uneven.gradients_were_set()
+        idle = all(shadow.done() for shadow in self._shadows)
+        own = idle and self._uneven.gradients_were_set()
+        self._raise_errors()
+        self._shadows.append(self._thread.submit(self._shadow, own))
         if own:
-            self._shadow(own)
-        else:
-            # A shadow of DDP that stands later in the list must run while this one waits for the live ranks' step.
-            self._pending = self._thread.submit(self._shadow, own)
+            # The gradients are there for this iteration only.
+            self._shadows[-1].result()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: back to ordinary steps."""
-        self._finish()
+        self._shadows.append(self._thread.submit(self._leave))
+        self._thread.shutdown(wait=True)
         self._handle.remove()
-        self._thread.shutdown()
         if self._before is not None:
             # A rank without inputs has seen no forward pass: what its module does from here on must be the same.
             self._before[0]._join_config = self._before[1]
         self._zero._leave_join_context()
+        self._raise_errors()
 
     def _shadow(self, own: bool) -> None:
-        with _on_device(self._zero.join_device), self._uneven.borrow(own):
-            self._zero._shadow_step()
+        if self._over:
+            return
+        with _on_device(self._zero.join_device), self._uneven.borrow(own) as stepping:
+            if stepping:
+                self._zero._shadow_step()
+        self._over = not stepping
         self._uneven.mark_gradients()
 
-    def _finish(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+    def _leave(self) -> None:
+        # Exactly one last word from every rank: its oldest shadow that nobody answered, or this one.
+        if not self._over:
+            self._uneven.leave()
+
+    def _raise_errors(self) -> None:
+        shadows, self._shadows = self._shadows, [shadow for shadow in self._shadows if not shadow.done()]
+        for shadow in shadows:
+            if shadow.done():
+                shadow.result()
 
     def _see_ddp(self, module: nn.Module, args: Any) -> None:
         """The first forward pass of the DDP module that holds our parameters, before its first message."""
@@ -160,6 +173,19 @@ class ShadowHook(JoinHook):
 
 
 @contextmanager
+def _gradients(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    """Inside, `params` have these gradients."""
+    before = [param.grad for param in params]
+    try:
+        for param, grad in zip(params, gradients, strict=True):
+            param.grad = None if grad is None else grad.to(param.device)
+        yield
+    finally:
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
+
+
+@contextmanager
 def _on_device(device: torch.device) -> Iterator[None]:
     """The current accelerator is a thread's own; a new thread starts on the first one."""
     if device.type == "cpu":
@@ -169,8 +195,14 @@ def _on_device(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _like(param: Tensor, grad: Tensor | None) -> Tensor:
-    """`grad` in the memory order in which the other rank allocates it."""
-    assert grad is not None
-    here = torch.empty_like(param)
-    return grad.detach() if grad.stride() == here.stride() else here.copy_(grad)
+def _portable(group: Group) -> Group:
+    """The options that can travel; any other kind is the same on all ranks or nobody's business."""
+    return {key: value for key, value in group.items() if _travels(value)}
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pack(value)
+    except TypeError:
+        return False
+    return True

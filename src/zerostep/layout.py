@@ -254,8 +254,8 @@ class Layout:
         """The layout that `to_json` wrote; `ValueError` for any other text."""
         try:
             found = json.loads(text)
-            params = tuple(_param(*entry) for entry in found["params"])
-            buckets = tuple(_bucket(entry, params) for entry in found["buckets"])
+            params = tuple(_param(*entry) for entry in _list(found["params"]))
+            buckets = tuple(_bucket(entry, params) for entry in _list(found["buckets"]))
             return Layout(_count(found["world_size"]), params, buckets)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a layout: {error!r}") from error
@@ -268,19 +268,25 @@ class Layout:
 def _param(name: Any, shape: Any, *rest: Any) -> ParamSpec:
     if [type(value) for value in (name, *rest)] != [str, str, str, int, bool, bool]:
         raise ValueError(f"not a layout: {[name, shape, *rest]} does not describe a parameter")
-    return ParamSpec(name, tuple(_count(size) for size in shape), *rest)
+    return ParamSpec(name, tuple(_count(size) for size in _list(shape)), *rest)
 
 
 def _bucket(entry: dict[str, Any], params: tuple[ParamSpec, ...]) -> Bucket:
     slots, end = [], 0
-    for param in entry["params"]:
+    for param in _list(entry["params"]):
         slots.append(Slot(_count(param), Span(end, end + params[param].numel)))
         end += params[param].numel
-    cuts = tuple(_count(cut) for cut in entry["cuts"])
+    cuts = tuple(_count(cut) for cut in _list(entry["cuts"]))
     return Bucket(entry["dtype"], entry["device"], entry["trainable"], tuple(slots), cuts)
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"not a layout: {value!r} stands where a count is needed")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"not a layout: {value!r} stands where a list is needed")
     return value

@@ -1,7 +1,9 @@
-"""Nested values from one rank to another, or to all: text and tensors, never a pickle. All ranks of the group call."""
+"""Nested values from one rank to another, or to all: text and tensors, never a pickle."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from struct import Struct
 from typing import Any
 
 import torch
@@ -12,18 +14,33 @@ from zerostep.agreement import Record, agreed
 from zerostep.codec import Packed, TensorSpec, pack, specs, unpack
 from zerostep.transport import Transport
 
-__all__ = ["broadcast_object", "gather_object"]
+__all__ = ["broadcast_object", "gather_object", "receive_object", "send_object"]
 
 _HOST = torch.device("cpu")
 _MOST_TEXT = 1 << 30
+_HEADER = Struct("<qq")
 
 
-def gather_object(transport: Transport, value: Any, to: int) -> list[Any]:
-    """Every rank's value on rank `to`, by rank, as copies in host memory; an empty list on the other ranks.
+def send_object(transport: Transport, value: Any, to: int) -> None:
+    """Send a value to one rank, which calls `receive_object`."""
+    packed = pack(value)
+    stream.send_bytes(transport, _HEADER.pack(len(packed.text), packed.nbytes), to)
+    stream.send_bytes(transport, packed.text, to)
+    stream.send(transport, packed.tensors, to)
 
-    Only the sender and the recipient of a value see it.
+
+def receive_object(transport: Transport, source: int) -> Any:
+    """The value that rank `source` sends, in host memory."""
+    size, nbytes = _HEADER.unpack(stream.receive_bytes(transport, _HEADER.size, source))
+    return _receive(transport, source, size, nbytes)
+
+
+def gather_object(transport: Transport, make: Callable[[], Any], to: int) -> list[Any]:
+    """What `make` returns on every rank, by rank, as copies in host memory on rank `to`; an empty list elsewhere.
+
+    All ranks call it, and fail together if `make` fails on one. Only the sender and the recipient see a value.
     """
-    packed = _pack_together(transport, value, f"rank {to}")
+    packed = _pack_together(transport, make, f"rank {to}")
     rows = transport.all_gather_ints([len(packed.text), packed.nbytes])
     found = []
     for source in range(transport.world_size):
@@ -36,9 +53,9 @@ def gather_object(transport: Transport, value: Any, to: int) -> list[Any]:
 
 
 def broadcast_object(transport: Transport, value: Any, source: int, device: torch.device) -> Any:
-    """The value of rank `source`: itself there, a copy with its tensors on `device` elsewhere."""
+    """The value of rank `source`: itself there, a copy with its tensors on `device` elsewhere. All ranks call it."""
     here = transport.rank == source
-    packed = _pack_together(transport, value if here else None, f"everyone from rank {source}")
+    packed = _pack_together(transport, lambda: value if here else None, f"everyone from rank {source}")
     size, nbytes = transport.all_gather_ints([len(packed.text), packed.nbytes])[source]
     text = stream.broadcast_bytes(transport, packed.text if here else bytes(_checked(size, source)), source)
     tensors = packed.tensors if here else [spec.empty(device) for spec in _specs(text, nbytes, source)]
@@ -46,10 +63,10 @@ def broadcast_object(transport: Transport, value: Any, source: int, device: torc
     return value if here else unpack(text, tensors)
 
 
-def _pack_together(transport: Transport, value: Any, target: str) -> Packed:
+def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -> Packed:
     """A value that cannot travel is an error on every rank, before anything was sent."""
     with agreed(transport) as statement:
-        packed = pack(value)
+        packed = pack(make())
         statement.records = [Record("where the values go", target)]
     return packed
 

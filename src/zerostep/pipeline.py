@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from zerostep.agreement import first_failure
-from zerostep.buffers import make_parcels
+from zerostep.buffers import is_dense, make_parcels
 from zerostep.groups import Group, copy_options, options
-from zerostep.layout import Layout
+from zerostep.ownership import Ownership
 from zerostep.partition import restrict
 from zerostep.transport import Parcel, Transport
 
@@ -45,6 +45,7 @@ class BucketPlan:
     params: tuple[Tensor, ...]
     places: tuple[int, ...]
     parcels: tuple[Parcel, ...]
+    fingerprint: int
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,12 @@ class Pipeline:
     def __init__(
         self,
         inner: Optimizer,
-        outer_groups: Callable[[], Sequence[Group]],
+        outer_groups: Sequence[Group],
         leaf_of: Mapping[Tensor, Tensor],
-        layout: Layout,
-        index_of: Mapping[Tensor, int],
+        ownership: Ownership,
     ) -> None:
-        self._inner, self._outer_groups = inner, outer_groups
-        self._leaf_of, self._layout, self._index_of = leaf_of, layout, index_of
+        self._inner, self._outer_groups, self._leaf_of = inner, outer_groups, leaf_of
+        self._layout, self._index_of = ownership.layout, ownership.index_of
         self._plans: dict[tuple[int, ...], BucketPlan] = {}
         self._before: list[Group] = []
         self._after: list[Group] | None = None
@@ -94,7 +94,7 @@ class Pipeline:
             bucket.index(),
             bucket.is_last(),
             plan,
-            tuple(views[place] for place in plan.places),
+            tuple(_as_stored(views[place], param) for place, param in zip(plan.places, plan.params, strict=True)),
             int(bucket.buffer().storage_offset()),
             None if used is None else tuple(used(param) for param in plan.params),
         )
@@ -113,9 +113,8 @@ class Pipeline:
             with record_function(f"zerostep/update bucket {arrival.index}"):
                 self._try_update(arrival, reduced, wanted)
         with record_function(f"zerostep/gather bucket {arrival.index}"):
-            for parcel in arrival.plan.parcels:
-                parcel.attach()
-            statuses = transport.gather(arrival.plan.parcels, _UPDATED if self._error is None else _FAILED)
+            status = _UPDATED if self._error is None else _FAILED
+            statuses = transport.gather(arrival.plan.parcels, status, arrival.plan.fingerprint)
         if any(statuses) and len(statuses) > 1 and not failed_before:
             self._error = first_failure(control, self._error)
         if self._error is not None:
@@ -129,12 +128,13 @@ class Pipeline:
             places = tuple(place for place, param in enumerate(params) if param in self._index_of)
             known = tuple(params[place] for place in places)
             part = restrict(self._layout, [self._index_of[param] for param in known])
-            self._plans[key] = BucketPlan(known, places, tuple(make_parcels(part, known, as_views=False)))
+            parcels = tuple(make_parcels(part, known, as_views=False))
+            self._plans[key] = BucketPlan(known, places, parcels, int(part.digest()[:15], 16))
         return self._plans[key]
 
     def _begin(self) -> None:
         """Every partial step of an iteration starts from the options that the user's groups have now."""
-        copy_options(self._outer_groups(), self._inner.param_groups)
+        copy_options(self._outer_groups, self._inner.param_groups)
         self._before, self._after, self._error = [dict(group) for group in self._inner.param_groups], None, None
         for param, leaf in self._leaf_of.items():
             if leaf.data_ptr() != param.data_ptr():
@@ -144,7 +144,7 @@ class Pipeline:
         """The options that one step leaves behind, whatever the number of partial steps."""
         for group, after in zip(self._inner.param_groups, self._after or [], strict=bool(self._after)):
             group.update(after)
-        copy_options(self._inner.param_groups, self._outer_groups())
+        copy_options(self._inner.param_groups, self._outer_groups)
 
     def _try_update(self, arrival: Arrival, reduced: Tensor, wanted: Sequence[bool]) -> None:
         leaves = []
@@ -184,6 +184,11 @@ class Pipeline:
             for group, before in zip(groups, self._before, strict=True):
                 group.clear()
                 group.update(before)
+
+
+def _as_stored(view: Tensor, param: Tensor) -> Tensor:
+    """DDP keeps a gradient in the memory order of its parameter, but shows it as if it were contiguous."""
+    return view.as_strided(param.shape, param.stride()) if is_dense(param) else view
 
 
 def _agree(used: Sequence[bool] | None, count: int, control: Transport) -> Sequence[bool]:

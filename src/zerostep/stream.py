@@ -78,6 +78,7 @@ def broadcast(transport: Transport, tensors: Sequence[Tensor], source: int) -> N
         transport.broadcast(memory, source)
         if not here:
             stage.drain(piece, memory)
+        stage.release(piece, memory)
 
 
 def send_bytes(transport: Transport, data: bytes, to: int) -> None:
@@ -105,6 +106,7 @@ class _Stage:
     def __init__(self, transport: Transport, tensors: Sequence[Tensor]) -> None:
         self._device = transport.wire_device
         self._bytes = [flat_alias(tensor).view(torch.uint8) for tensor in tensors]
+        self._spare: list[Tensor] = []
 
     def pieces(self) -> Iterator[tuple[Part, ...]]:
         return pieces([memory.numel() for memory in self._bytes])
@@ -113,7 +115,7 @@ class _Stage:
         slices = self._slices(piece)
         if self._direct(slices):
             return slices[0]
-        scratch = torch.empty(sum(part.span.length for part in piece), dtype=torch.uint8, device=self._device)
+        scratch = self._scratch(sum(part.span.length for part in piece))
         if fill:
             _copy(slices, self._split(scratch, slices))
         return scratch
@@ -122,6 +124,16 @@ class _Stage:
         slices = self._slices(piece)
         if not self._direct(slices):
             _copy(self._split(memory, slices), slices)
+
+    def release(self, piece: tuple[Part, ...], memory: Tensor) -> None:
+        """Keep scratch memory for the next piece: allocators find it hard to use large aligned blocks again."""
+        if not self._direct(self._slices(piece)):
+            self._spare.append(memory)
+
+    def _scratch(self, size: int) -> Tensor:
+        if self._spare and self._spare[-1].numel() >= size:
+            return self._spare.pop()[:size]
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _slices(self, piece: tuple[Part, ...]) -> list[Tensor]:
         return [self._bytes[part.tensor][part.span.start : part.span.stop] for part in piece]
@@ -141,6 +153,7 @@ def _fly(stage: _Stage, start: Callable[[Tensor], Flight], fill: bool, drain: bo
         memory = flight.wait()
         if drain:
             stage.drain(piece, memory)
+        stage.release(piece, memory)
 
     for piece in stage.pieces():
         flying.append((piece, start(stage.memory(piece, fill))))

@@ -16,7 +16,8 @@ Order is the contract: all ranks make the same calls in the same order, from one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 _TAG_DATA = 0x7A65
-_TAG_STATUS = 0x7A66
+_TAG_WORD = 0x7A66
 # Messages under way at a time. Many keep a socket busy; on an accelerator, stream order does that, and scratch is dear.
 _MESSAGES_IN_FLIGHT = 8
 _BROADCASTS_IN_FLIGHT = 2
@@ -89,19 +90,15 @@ class Flight:
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
-        try:
+        with _telling(self.story):
             self.work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"{self.story} failed: {error}") from error
         return self.memory
 
 
 def _start(call: Callable[[], Any], memory: Tensor, story: str) -> Flight:
     """Start a transfer. A peer that is gone already is noticed here, one that goes later in `Flight.wait`."""
-    try:
+    with _telling(story):
         return Flight(call(), memory, story)
-    except RuntimeError as error:
-        raise TransportError(f"{story} failed: {error}") from error
 
 
 class Transport(Protocol):
@@ -122,11 +119,15 @@ class Transport(Protocol):
     def stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a transfer of `device` memory only orders streams and never blocks the host."""
 
-    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
-        """Bring every owner's part to every rank, and the ranks' `status` words along where hosts wait anyway."""
+    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
+        """Bring every owner's part to every rank.
+
+        Where hosts wait for each other anyway, a word goes first: the returned status of every rank, and a fingerprint
+        of what is about to be sent, which must be the same on all. Elsewhere only this rank's own status is returned.
+        """
 
     def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
-        """Whether `gather` of these parcels carries status words."""
+        """Whether a word goes before these parcels."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank; all ranks give equally many."""
@@ -155,7 +156,7 @@ class NullTransport:
         """There is no transfer to wait for."""
         return device.type != "cpu"
 
-    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
         """Nothing to bring."""
         return [status]
 
@@ -186,17 +187,19 @@ class NullTransport:
 class GroupTransport:
     """A transport over a torch process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self._group, self._device = group, device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
     @cached_property
     def wire_device(self) -> torch.device:
-        """The host if the group serves it, else the current accelerator of the kind that it serves."""
+        """The host if the group serves it, else the device of the parameters, else the current accelerator."""
         kinds = list(_backends(self._group))
         if "cpu" in kinds:
             return torch.device("cpu")
+        if self._device is not None and self._device.type in kinds:
+            return self._device
         return torch.device(kinds[0], torch.accelerator.current_device_index())
 
     def stream_ordered(self, device: torch.device) -> bool:
@@ -204,15 +207,16 @@ class GroupTransport:
         backends = _backends(self._group)
         return device.type != "cpu" and backends.get(device.type) != backends.get("cpu")
 
-    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
         """Bring every owner's part to every rank, bucket by bucket in the given order."""
-        words = self._start_statuses(status) if self.meets_on_host(parcels) else []
+        statuses = self._meet(status, fingerprint) if self.meets_on_host(parcels) else [status]
         for parcel in parcels:
+            parcel.attach()
             if parcel.device.type == "cpu":
                 self._exchange(parcel)
             else:
                 self._broadcast_pieces(parcel)
-        return self._statuses(status, words)
+        return statuses
 
     def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
         """True where some parcel lies in host memory: then every rank waits for every other anyway."""
@@ -245,17 +249,23 @@ class GroupTransport:
         while flying:
             _land(*flying.popleft())
 
-    def _start_statuses(self, status: int) -> list[Flight]:
+    def _meet(self, status: int, fingerprint: int) -> list[int]:
+        """One small message to and from every rank: cheaper than a collective."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        received = [self._start_receive(torch.zeros(1, dtype=torch.int64), rank, _TAG_STATUS) for rank in others]
-        sent = [self._start_send(torch.tensor([status]), rank, _TAG_STATUS) for rank in others]
-        return received + sent
-
-    def _statuses(self, status: int, words: list[Flight]) -> list[int]:
-        memories = [flight.wait() for flight in words]
-        found = [int(memory) for memory in memories[: len(words) // 2]]
-        found.insert(self.rank, status)
-        return found
+        word = torch.tensor([status, fingerprint])
+        received = [self._start_receive(torch.zeros_like(word), rank, _TAG_WORD) for rank in others]
+        sent = [self._start_send(word, rank, _TAG_WORD) for rank in others]
+        words = [flight.wait().tolist() for flight in received]
+        for flight in sent:
+            flight.wait()
+        for rank, (_, found) in zip(others, words, strict=True):
+            if found != fingerprint:
+                raise TransportError(
+                    f"rank {rank} is about to send other parameters than rank {self.rank} expects: requires_grad, "
+                    "dtype and device of parameters must change on all ranks together"
+                )
+        statuses = [found for found, _ in words]
+        return [*statuses[: self.rank], status, *statuses[self.rank :]]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
@@ -313,9 +323,9 @@ class CompanionTransport(GroupTransport):
         self.rank = gloo.rank()
         self.world_size = gloo.size()
 
-    def gather(self, parcels: Sequence[Parcel], status: int) -> list[int]:
+    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
         """Bring every owner's part to every rank, through host memory."""
-        return super().gather([_Staged(parcel) for parcel in parcels], status)
+        return super().gather([_Staged(parcel) for parcel in parcels], status, fingerprint)
 
     def stream_ordered(self, device: torch.device) -> bool:
         """Never."""
@@ -378,8 +388,8 @@ class _StagedPiece:
         self.piece.store(self.piece.room().copy_(memory))
 
 
-def connect(group: dist.ProcessGroup | None) -> Transport:
-    """The transport of `group`, or of the whole world for `None`."""
+def connect(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Transport:
+    """The transport of `group`, or of the whole world for `None`, for parameters on `device`."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "no process group exists yet: call torch.distributed.init_process_group() before building the optimizer"
@@ -388,7 +398,16 @@ def connect(group: dist.ProcessGroup | None) -> Transport:
     assert found is not None
     if dist.get_rank(found) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group that it passed")
-    return NullTransport() if dist.get_world_size(found) == 1 else GroupTransport(found)
+    return NullTransport() if dist.get_world_size(found) == 1 else GroupTransport(found, device)
+
+
+@contextmanager
+def _telling(story: str) -> Iterator[None]:
+    """A backend's own errors name a socket; ours name the rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"{story} failed: {error}") from error
 
 
 def _land(piece: Piece | None, receive: Flight | None, send: Flight | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -22,14 +23,13 @@ from zerostep.agreement import agreed, records_of
 from zerostep.buffers import make_parcels
 from zerostep.checkpoint.consolidate import StateDict, collect, merge
 from zerostep.checkpoint.restore import commit, local_part, validate
-from zerostep.groups import Group, all_params, copy_options, normalise, param_specs, refuse_sparse, share
+from zerostep.groups import Group, all_params, copy_options, normalise, refuse_sparse
 from zerostep.join import ShadowHook, UnevenInputs
-from zerostep.layout import Layout
 from zerostep.marks import GradientMarks
 from zerostep.objects import broadcast_object
-from zerostep.partition import plan
+from zerostep.ownership import Ownership
 from zerostep.pipeline import GradientCallback, Pipeline
-from zerostep.transport import Parcel, Transport, TransportError, connect
+from zerostep.transport import Parcel, Transport, connect
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -40,7 +40,7 @@ _TOO_LATE = (
     "Use overlap_with_ddp=False for it, zerostep.ShardedOptimizer where available, or set_gradient_callback() for "
     "edits that need no sight of all gradients"
 )
-_UPDATED, _FAILED_UNTOUCHED, _FAILED_TOUCHED = 0, 1, 2
+_UPDATED, _FAILED = 0, 1
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -71,43 +71,46 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        self._transport: Transport = connect(process_group)
+        groups, problem = _attempt(params)
+        self._transport: Transport = connect(process_group, _first_device(groups))
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
-        self.world_size = self._transport.world_size
-        self.rank = self._transport.rank
+        self.world_size, self.rank = self._transport.world_size, self._transport.rank
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class = optimizer_class
-        self._gradient_callback: GradientCallback | None = None
-        if overlap_with_ddp:
-            self._step_supports_amp_scaling = True  # so that GradScaler comes to step() to be refused
-            if parameters_as_bucket_view:
-                logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
         self._all_state_dicts: list[StateDict] = []
-        self._layout: Layout | None = None
+        self._ownership: Ownership | None = None
+        self._prepared: Ownership | None = None
         self._parcels: list[Parcel] = []
-        self._signature: list[Any] = []
-        self._steps = 0
-        self._has_state = False
-        self._broken: str | None = None
-        self._uneven: UnevenInputs | None = None
         self._leaf_of: dict[Tensor, Tensor] = {}
         self._marks = GradientMarks()
-        self._shadow_hook: ShadowHook | None = None
+        self._gradient_callback: GradientCallback | None = None
+        self._uneven: UnevenInputs | None = None
+        self._steps, self._has_state = 0, False
+        self._broken: str | None = None
         with agreed(self._transport) as statement:
-            _check_class(optimizer_class, overlap_with_ddp)
-            Joinable.__init__(self)
-            self._not_joining = self._join_config
-            Optimizer.__init__(self, normalise(params), defaults)
-            refuse_sparse(self._all_params)
-            self.optim = optimizer_class(self._inner_groups(), **defaults)
-            self.defaults = {**self.optim.defaults, **defaults}
-            copy_options(self.optim.param_groups, self.param_groups)
+            if problem is not None:
+                raise problem
+            self._build(groups, optimizer_class, defaults)
             statement.records = self._records()
         self._prepare_memory()
         self.initialized = True
+
+    def _build(self, groups: list[Group], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
+        _check_class(optimizer_class)
+        Joinable.__init__(self)
+        self._not_joining = self._join_config
+        Optimizer.__init__(self, groups, defaults)
+        refuse_sparse(self._all_params)
+        self.optim = optimizer_class(self._inner_groups(), **defaults)
+        self.defaults = {**self.optim.defaults, **defaults}
+        copy_options(self.optim.param_groups, self.param_groups)
+        if self._overlap_with_ddp:
+            self._step_supports_amp_scaling = True  # so that GradScaler comes to step() to be refused
+            if self.parameters_as_bucket_view:
+                logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
 
     # ------------------------------------------------------------------ what is where
 
@@ -133,46 +136,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return all_params(self.param_groups)
 
     @property
+    def _owners(self) -> Ownership:
+        if self._ownership is None:
+            self._ownership = Ownership(self.param_groups, self.world_size)
+        return self._ownership
+
+    @property
     def _index_to_param(self) -> list[Tensor]:
-        return self._all_params
+        return self._owners.params
 
     @property
     def _param_to_index(self) -> dict[Tensor, int]:
-        found: dict[Tensor, int] = {}
-        for index, param in enumerate(self._all_params):
-            found.setdefault(param, index)
-        return found
+        return self._owners.index_of
 
     @property
     def _param_to_rank(self) -> dict[Tensor, int]:
-        layout = self._current_layout()
-        return {param: layout.owner_of(index) for param, index in self._param_to_index.items()}
-
-    def _current_layout(self) -> Layout:
-        if self._layout is None:
-            self._layout = plan(param_specs(self.param_groups), self.world_size)
-        return self._layout
+        return self._owners.rank_of
 
     def _clear_cache(self) -> None:
-        """Forget the computed partition; also for callers that edit `param_groups` in place."""
-        self._layout = None
-        self._signature = []
+        """Forget who owns what; also for callers that edit `param_groups` in place."""
+        self._ownership = None
 
     def _partition_parameters(self) -> list[list[Group]]:
         """For every rank its share of every group, as copies of the groups with fewer parameters."""
-        ranks = self._param_to_rank
-        shares: list[list[Group]] = [[] for _ in range(self.world_size)]
-        for group in self.param_groups:
-            members: list[list[int]] = [[] for _ in range(self.world_size)]
-            for place in sorted(range(len(group["params"])), key=lambda i: -group["params"][i].numel()):
-                members[ranks[group["params"][place]]].append(place)
-            for rank, places in enumerate(members):
-                shares[rank].append(share(group, places))
-        return shares
+        return [self._owners.share(rank) for rank in range(self.world_size)]
 
     def _inner_groups(self) -> list[Group]:
         """This rank's share of every group, as the inner optimizer holds it."""
-        groups = self._partition_parameters()[self.rank]
+        groups = self._owners.share(self.rank)
         if self._overlap_with_ddp:
             for param in all_params(groups):
                 if param not in self._leaf_of:
@@ -185,11 +176,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Global index by the tensors that the inner optimizer holds."""
         return {self._leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
 
-    def _owned(self, rank: int) -> list[Tensor]:
-        """The trainable parameters of `rank`, in the same order on all ranks."""
-        ranks = self._param_to_rank
-        return [param for param, owner in ranks.items() if owner == rank and param.requires_grad]
-
     # ------------------------------------------------------------------ one step
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
@@ -201,19 +187,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._check_usable()
         if self._overlap_with_ddp:
             return self._refuse_step(kwargs)
-        if self._uneven is not None and self._join_config.enable:
+        joining = self._uneven if self._join_config.enable else None
+        if joining is not None:
             # First the closure: in it, a DDP module may take over the announcement of this iteration.
             closure = _evaluated(closure)
             Join.notify_join_context(self)
-            self._uneven.lend()
+            joining.lend()
         loss = self._step_and_sync(closure, kwargs)
-        if self._uneven is not None:
-            self._uneven.mark_gradients()
+        if joining is not None:
+            joining.mark_gradients()
         return loss
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
         self._follow_parameters()
-        with self._failing_together():
+        with self._failing_together(closure):
             loss = self._local_step(closure, **kwargs)
         self._sync_params()
         return loss
@@ -240,27 +227,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _gather(self, status: int) -> list[int]:
         try:
             with record_function("zerostep/gather"):
-                return self._active_transport.gather(self._parcels, status)
-        except TransportError as error:
+                return self._active_transport.gather(self._parcels, status, self._owners.fingerprint)
+        except Exception as error:
             self._break(f"the exchange of parameters failed: {error}", error)
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
+    def _failing_together(self, closure: Any) -> Iterator[None]:
         """An error in the local update of one rank ends the step of all ranks, where hosts meet in the exchange."""
-        versions = [param._version for param in self._owned_now()]
+        versions = [param._version for param in all_params(self.optim.param_groups)] if closure is not None else []
         try:
             yield
         except Exception as error:
-            untouched = versions == [param._version for param in self._owned_now()]
-            statuses = [_FAILED_UNTOUCHED if untouched else _FAILED_TOUCHED]
-            if self._active_transport.meets_on_host(self._parcels):
-                statuses = self._gather(statuses[0])
-            if any(status != _FAILED_UNTOUCHED for status in statuses):
+            if closure is None and self._active_transport.meets_on_host(self._parcels):
+                logger.error("the local update failed on rank %d: %s", self.rank, error)
+                self._gather(_FAILED)
+            # A closure may fail before anything was done, and on one rank alone, while the others wait inside theirs.
+            if not _came_through(closure, error) or versions != [
+                param._version for param in all_params(self.optim.param_groups)
+            ]:
                 self._broken = f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
             raise
-
-    def _owned_now(self) -> list[Tensor]:
-        return all_params(self.optim.param_groups)
 
     def _break(self, story: str, cause: Exception | None = None) -> NoReturn:
         """Parameters and state no longer belong to one step: say so once, and refuse to go on from here."""
@@ -277,24 +263,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ memory follows the parameters
 
     def _prepare_memory(self) -> None:
-        layout, params = self._current_layout(), self._all_params
-        self._signature = _signature(params)
+        owners = self._prepared = self._owners
         if self._overlap_with_ddp:
-            groups, index_of = self.param_groups, self._param_to_index
-            self._pipeline = Pipeline(self.optim, lambda: groups, self._leaf_of, layout, index_of)
+            self._pipeline = Pipeline(self.optim, self.param_groups, self._leaf_of, owners)
         else:
-            self._parcels = make_parcels(layout, params, self.parameters_as_bucket_view, self._parcels)
+            as_views = self.parameters_as_bucket_view
+            self._parcels = make_parcels(owners.layout, owners.params, as_views, self._parcels)
 
     def _follow_parameters(self) -> None:
         """Notice what the user did to the parameters since the last step."""
-        signature = _signature(self._all_params)
-        if signature != self._signature:
-            if self._signature and [entry[0] for entry in signature] != [entry[0] for entry in self._signature]:
-                logger.warning("requires_grad of some parameters changed: what each rank sends is planned anew")
-            self._layout = None
+        owners = self._owners
+        owners.check_shapes()
+        frozen_or_not = owners.trainability_changed()
+        if frozen_or_not:
+            logger.warning("requires_grad of some parameters changed: what each rank sends is planned anew")
+        if frozen_or_not or owners.moved():
+            self._clear_cache()
+        if self._owners is not self._prepared:
             self._prepare_memory()
-        for parcel in self._parcels:
-            parcel.attach()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; earlier parameters keep their owners."""
@@ -322,7 +308,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.optim.param_groups, self.param_groups)
 
     def _records(self) -> list[Any]:
-        specs = self._current_layout().params
+        specs = self._owners.layout.params
         return records_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
 
     @staticmethod
@@ -356,7 +342,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _begin_overlap_iteration(self) -> None:
         self._check_usable()
-        if [entry[0] for entry in _signature(self._all_params)] != [entry[0] for entry in self._signature]:
+        if self._owners.trainability_changed():
             raise RuntimeError(
                 "requires_grad of some parameters has changed, which overlap_with_ddp=True cannot follow: build the "
                 "DDP module and the optimizer anew, or use overlap_with_ddp=False"
@@ -439,7 +425,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._all_params[0].device
+        return self._owners.device
 
     @property
     def join_process_group(self) -> Any:
@@ -451,10 +437,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._overlap_with_ddp:
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._uneven is None:
-            self._uneven = UnevenInputs(self._transport, self._owned)
-        self._uneven.mark_gradients()
-        self._shadow_hook = ShadowHook(self, self._uneven)
-        return self._shadow_hook
+            self._uneven = UnevenInputs(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
+        self._uneven.enter()
+        return ShadowHook(self, self._uneven)
 
     @property
     def _active_transport(self) -> Transport:
@@ -474,7 +459,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Reset the gradients of all parameters, not only of those that this rank owns."""
         self._refuse_edited_gradients()
         super().zero_grad(set_to_none)
-        if self._uneven is not None:
+        if self._uneven is not None and self._join_config.enable:
             self._uneven.mark_gradients()
 
 
@@ -493,14 +478,35 @@ def _broadcast_object(
     return broadcast_object(connect(found), obj, dist.get_group_rank(found, src_rank), torch.device(device))
 
 
-def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
+def _attempt(params: Any) -> tuple[list[Group], Exception | None]:
+    """Groups or what is wrong with `params`; it is told when all ranks can hear it."""
+    try:
+        return normalise(params), None
+    except Exception as error:
+        return [], error
+
+
+def _first_device(groups: Sequence[Group]) -> torch.device | None:
+    found = [group["params"] for group in groups]
+    first = next((entry for params in found for entry in ([params] if isinstance(params, Tensor) else params)), None)
+    tensor = first[1] if isinstance(first, tuple) else first
+    return tensor.device if isinstance(tensor, Tensor) else None
+
+
+def _check_class(optimizer_class: Any) -> None:
     if not callable(optimizer_class):
         raise TypeError(f"optimizer_class must be an optimizer class, got {optimizer_class!r}")
     if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
         raise ValueError(
-            f"{optimizer_class.__name__} is a functional optimizer, which cannot be used with overlap_with_ddp="
-            f"{overlap_with_ddp}: pass the ordinary class from torch.optim"
+            f"{optimizer_class.__name__} is a functional optimizer, which is neither needed nor supported: pass the "
+            "ordinary class from torch.optim, with overlap_with_ddp or without"
         )
+
+
+def _came_through(closure: Any, error: Exception) -> bool:
+    """Whether the error was raised inside the user's closure."""
+    code = getattr(closure, "__code__", None)
+    return code is not None and any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
 
 
 def _evaluated(closure: Any) -> Any:
@@ -510,7 +516,3 @@ def _evaluated(closure: Any) -> Any:
     with torch.enable_grad():
         loss = closure()
     return lambda: loss
-
-
-def _signature(params: Sequence[Tensor]) -> list[Any]:
-    return [(param.requires_grad, param.dtype, param.device, param.shape) for param in params]

@@ -20,7 +20,7 @@ StateDict = dict[str, Any]
 
 def collect(transport: Transport, inner: Optimizer, index_of: Mapping[Tensor, int], to: int) -> list[StateDict]:
     """The state dict of every rank's inner optimizer, keyed by global index, on rank `to`; nothing elsewhere."""
-    return gather_object(transport, _shard(inner, index_of), to)
+    return gather_object(transport, lambda: _shard(inner, index_of), to)
 
 
 def merge(shards: Sequence[StateDict], groups: Sequence[Group]) -> StateDict:

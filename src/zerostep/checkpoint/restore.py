@@ -16,6 +16,8 @@ __all__ = ["commit", "local_part", "validate"]
 
 StateDict = dict[str, Any]
 
+_HOST = torch.device("cpu")
+
 # Every tensor in the state of these is a scalar or shaped like its parameter.
 _PARAMETER_SHAPED = (
     torch.optim.SGD,
@@ -49,9 +51,12 @@ def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer, live: M
     for place, saved_id in enumerate(chain.from_iterable(group["params"] for group in saved)):
         numbers.setdefault(saved_id, place)
     params = list(chain.from_iterable(group["params"] for group in groups))
+    if len(numbers) != len(set(params)):
+        raise ValueError(f"the state dict numbers {len(numbers)} parameters, the optimizer has {len(set(params))}")
     for saved_id, entry in state_dict["state"].items():
-        _check_entry(saved_id, entry, numbers)
-        _check_shapes(saved_id, entry, params[numbers[saved_id]], inner, live)
+        if saved_id in numbers or isinstance(saved_id, int):
+            _check_entry(saved_id, entry, numbers)
+            _check_shapes(saved_id, entry, params[numbers[saved_id]], inner, live)
     return numbers
 
 
@@ -80,7 +85,7 @@ def _check_shapes(
     saved_id: Any, entry: Mapping[str, Any], param: Tensor, inner: Optimizer, live: Mapping[Tensor, Any]
 ) -> None:
     for key, value in entry.items():
-        if isinstance(inner, _PARAMETER_SHAPED):
+        if type(inner) in _PARAMETER_SHAPED:
             known: Any = param
         else:
             known = live[param].get(key) if param in live else None
@@ -100,9 +105,10 @@ def local_part(state_dict: StateDict, numbers: Mapping[Any, int], owned: Sequenc
     """The entries of the parameters in `owned`, numbers by group, as a state dict for the inner optimizer."""
     ids = {number: saved_id for saved_id, number in numbers.items()}
     members = [[ids[number] for number in group] for group in owned]
-    mine = set(chain.from_iterable(members))
+    foreign = set(numbers) - set(chain.from_iterable(members))
     return {
-        "state": {saved_id: entry for saved_id, entry in state_dict["state"].items() if saved_id in mine},
+        # What an optimizer keeps under other names than its parameters' belongs to every rank.
+        "state": {saved_id: entry for saved_id, entry in state_dict["state"].items() if saved_id not in foreign},
         "param_groups": [
             {**options(dict(group)), "params": list(ids_of_group)}
             for group, ids_of_group in zip(state_dict["param_groups"], members, strict=True)
@@ -120,7 +126,8 @@ def commit(inner: Optimizer, part: StateDict) -> None:
             strict=True,
         )
     )
-    copies = {saved_id: _copy(entry, params[saved_id].device) for saved_id, entry in part["state"].items()}
+    devices = {saved_id: param.device for saved_id, param in params.items()}
+    copies = {key: _copy(entry, devices.get(key, _HOST)) for key, entry in part["state"].items()}
     # Options that the dict does not know keep their values, as an older checkpoint's would.
     groups = [{**options(old), **new} for old, new in zip(inner.param_groups, part["param_groups"], strict=True)]
     try:
