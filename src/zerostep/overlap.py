@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from zerostep.inside import InsideBackward
 from zerostep.lanes import Lane, StreamLane, ThreadLane
 from zerostep.pipeline import Arrival
 from zerostep.transport import TransportError
@@ -83,7 +84,7 @@ class _Overlap:
     """What one DDP module and one optimizer share."""
 
     def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
-        _check(ddp, zero)
+        self._inside = _checked(ddp, zero)
         device = zero.join_device
         self._zero = zero
         self._control = zero._transport.companion()
@@ -97,21 +98,22 @@ class _Overlap:
         ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
-        self._zero._refuse_edited_gradients()
+        self._inside.refuse_edited_gradients()
         self._used.watch(ddp)  # a static graph may be declared until the first forward pass
 
     def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
         """Start the reduction of a bucket with the wrapped hook."""
         if bucket.index() == 0:
-            self._zero._begin_overlap_iteration()
-        arrival = self._zero._pipeline.arrive(bucket, self._used.flag_of())
+            self._zero._check_usable()
+            self._inside.begin(self._zero._owners)
+        arrival = self._inside.pipeline.arrive(bucket, self._used.flag_of())
         return arrival, hook(state, bucket)
 
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
         last = reductions[-1][0].is_last
         if last:
-            _after_backward(lambda: self._zero._marks.set(self._zero._leaf_of))
+            _after_backward(lambda: self._inside.marks.set(self._inside.leaf_of))
         return self._lane.run(lambda: self._process(reductions))
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
@@ -119,12 +121,12 @@ class _Overlap:
             found = future.wait()
             reduced = found[0] if isinstance(found, (list, tuple)) else found
             try:
-                self._zero._pipeline.process(arrival, reduced, self._transport, self._control)
+                self._inside.pipeline.process(arrival, reduced, self._transport, self._control)
             except TransportError as error:
                 self._zero._break(f"the exchange of bucket {arrival.index} failed: {error}", error)
             if arrival.is_last:
                 self._used.forget()
-                self._zero._end_overlap_iteration()
+                self._zero._end_step_inside_backward()
         return reduced
 
 
@@ -151,8 +153,8 @@ class _UsedParameters:
                     param.register_post_accumulate_grad_hook(self._used.add)
 
 
-def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
-    if not zero._overlap_with_ddp:
+def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> InsideBackward:
+    if zero._inside is None:
         raise ValueError(
             "the optimizer was built for steps of its own: construct it with overlap_with_ddp=True to use it in a hook"
         )
@@ -161,6 +163,7 @@ def _check(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         raise ValueError(
             f"the optimizer spans ranks {ours}, the DDP module ranks {theirs}: give both the same process group"
         )
+    return zero._inside
 
 
 def _never_raising(launch: Callable[[], Future[Tensor]]) -> Future[Tensor]:

@@ -24,22 +24,17 @@ from zerostep.buffers import make_parcels
 from zerostep.checkpoint.consolidate import StateDict, collect, merge
 from zerostep.checkpoint.restore import commit, local_part, validate
 from zerostep.groups import Group, all_params, copy_options, normalise, refuse_sparse
+from zerostep.inside import InsideBackward
 from zerostep.join import ShadowHook, UnevenInputs
-from zerostep.marks import GradientMarks
 from zerostep.objects import broadcast_object
 from zerostep.ownership import Ownership
-from zerostep.pipeline import GradientCallback, Pipeline
+from zerostep.pipeline import GradientCallback
 from zerostep.transport import Parcel, Transport, connect
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
 logger = logging.getLogger("zerostep")
 
-_TOO_LATE = (
-    "with overlap_with_ddp=True the parameters are updated inside backward(), with the gradients as DDP reduced them. "
-    "Use overlap_with_ddp=False for it, zerostep.ShardedOptimizer where available, or set_gradient_callback() for "
-    "edits that need no sight of all gradients"
-)
 _UPDATED, _FAILED = 0, 1
 
 
@@ -84,10 +79,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
         self._parcels: list[Parcel] = []
-        self._leaf_of: dict[Tensor, Tensor] = {}
-        self._marks = GradientMarks()
-        self._gradient_callback: GradientCallback | None = None
+        self._inside = InsideBackward() if overlap_with_ddp else None
         self._uneven: UnevenInputs | None = None
+        self._shadow_hook: ShadowHook | None = None
         self._steps, self._has_state = 0, False
         self._broken: str | None = None
         with agreed(self._transport) as statement:
@@ -99,7 +93,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
 
     def _build(self, groups: list[Group], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
-        _check_class(optimizer_class)
+        _check_class(optimizer_class, self._overlap_with_ddp)
         Joinable.__init__(self)
         self._not_joining = self._join_config
         Optimizer.__init__(self, groups, defaults)
@@ -121,10 +115,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         It is the inner optimizer's own mapping, or in overlap mode, where that one is keyed by leaves, one with the
         same entries.
         """
-        if "optim" not in self.__dict__ or not self._leaf_of:
-            return self.optim.state if "optim" in self.__dict__ else {}
-        found = self.optim.state
-        return {param: found[leaf] for param, leaf in self._leaf_of.items() if leaf in found}
+        inner = self.__dict__.get("optim")
+        if inner is None:
+            return {}
+        return inner.state if self._inside is None else self._inside.state(inner)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -164,17 +158,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _inner_groups(self) -> list[Group]:
         """This rank's share of every group, as the inner optimizer holds it."""
         groups = self._owners.share(self.rank)
-        if self._overlap_with_ddp:
-            for param in all_params(groups):
-                if param not in self._leaf_of:
-                    self._leaf_of[param] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-            groups = [{**group, "params": [self._leaf_of[param] for param in group["params"]]} for group in groups]
-        return groups
+        return groups if self._inside is None else self._inside.leaves(groups)
 
     @property
     def _inner_index(self) -> dict[Tensor, int]:
         """Global index by the tensors that the inner optimizer holds."""
-        return {self._leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
+        leaf_of = {} if self._inside is None else self._inside.leaf_of
+        return {leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
 
     # ------------------------------------------------------------------ one step
 
@@ -185,8 +175,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         untouched. Returns what that returns.
         """
         self._check_usable()
-        if self._overlap_with_ddp:
-            return self._refuse_step(kwargs)
+        if self._inside is not None:
+            return self._inside.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
         joining = self._uneven if self._join_config.enable else None
         if joining is not None:
             # First the closure: in it, a DDP module may take over the announcement of this iteration.
@@ -264,8 +254,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _prepare_memory(self) -> None:
         owners = self._prepared = self._owners
-        if self._overlap_with_ddp:
-            self._pipeline = Pipeline(self.optim, self.param_groups, self._leaf_of, owners)
+        if self._inside is not None:
+            self._inside.prepare(self.optim, self.param_groups, owners)
         else:
             as_views = self.parameters_as_bucket_view
             self._parcels = make_parcels(owners.layout, owners.params, as_views, self._parcels)
@@ -323,33 +313,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         It is called once for each bucket of DDP, with the parameters that this rank owns in it, e.g. to clip values.
         The gradients are copies: `.grad` stays what DDP reduced.
         """
-        self._gradient_callback = callback
+        if self._inside is None:
+            raise ValueError("a gradient callback needs overlap_with_ddp=True; without it, edit .grad before step()")
+        self._inside.callback = callback
 
-    def _refuse_step(self, kwargs: dict[str, Any]) -> None:
-        if getattr(self, "found_inf", None) is not None or "grad_scaler" in kwargs:
-            raise RuntimeError(f"GradScaler cannot be used: {_TOO_LATE}")
-        self._refuse_edited_gradients()
-        logger.warning("step() does nothing with overlap_with_ddp=True: backward() has already updated the parameters")
-
-    def _refuse_edited_gradients(self) -> None:
-        edited = self._marks.edited()
-        self._marks.clear()
-        if edited:
-            raise RuntimeError(
-                f"gradients were edited after backward(), those of parameter {self._param_to_index[edited[0]]} among "
-                f"them, as clip_grad_norm_() does: {_TOO_LATE}"
-            )
-
-    def _begin_overlap_iteration(self) -> None:
-        self._check_usable()
-        if self._owners.trainability_changed():
-            raise RuntimeError(
-                "requires_grad of some parameters has changed, which overlap_with_ddp=True cannot follow: build the "
-                "DDP module and the optimizer anew, or use overlap_with_ddp=False"
-            )
-        self._pipeline.gradient_callback = self._gradient_callback
-
-    def _end_overlap_iteration(self) -> None:
+    def _end_step_inside_backward(self) -> None:
         self._steps += 1
         self._has_state = True
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
@@ -434,12 +402,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
-        if self._overlap_with_ddp:
+        if self._inside is not None:
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._uneven is None:
             self._uneven = UnevenInputs(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
         self._uneven.enter()
-        return ShadowHook(self, self._uneven)
+        # Kept: after a context that was left by an error, a rank that saw no forward pass in it still has to hand over.
+        self._shadow_hook = ShadowHook(self, self._uneven)
+        return self._shadow_hook
 
     @property
     def _active_transport(self) -> Transport:
@@ -457,7 +427,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, not only of those that this rank owns."""
-        self._refuse_edited_gradients()
+        if self._inside is not None:
+            self._inside.refuse_edited_gradients()
         super().zero_grad(set_to_none)
         if self._uneven is not None and self._join_config.enable:
             self._uneven.mark_gradients()
@@ -493,13 +464,13 @@ def _first_device(groups: Sequence[Group]) -> torch.device | None:
     return tensor.device if isinstance(tensor, Tensor) else None
 
 
-def _check_class(optimizer_class: Any) -> None:
+def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
     if not callable(optimizer_class):
         raise TypeError(f"optimizer_class must be an optimizer class, got {optimizer_class!r}")
     if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
         raise ValueError(
-            f"{optimizer_class.__name__} is a functional optimizer, which is neither needed nor supported: pass the "
-            "ordinary class from torch.optim, with overlap_with_ddp or without"
+            f"{optimizer_class.__name__} is a functional optimizer, given with overlap_with_ddp={overlap_with_ddp}; "
+            "it is neither needed nor supported: pass the ordinary class from torch.optim"
         )
 
 

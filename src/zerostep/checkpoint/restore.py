@@ -57,6 +57,9 @@ def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer, live: M
         if saved_id in numbers or isinstance(saved_id, int):
             _check_entry(saved_id, entry, numbers)
             _check_shapes(saved_id, entry, params[numbers[saved_id]], inner, live)
+    if type(inner) in _PARAMETER_SHAPED:
+        for number, group in enumerate(saved):
+            _check_complete(number, [state_dict["state"].get(saved_id, {}) for saved_id in group["params"]])
     return numbers
 
 
@@ -99,6 +102,16 @@ def _check_shapes(
                 f"state {key!r} of parameter {saved_id!r} has shape {tuple(value.shape)}, "
                 f"the parameter has shape {tuple(param.shape)}"
             )
+
+
+def _check_complete(number: int, entries: Sequence[Mapping[str, Any]]) -> None:
+    """All parameters of a group keep the same things, or nothing at all."""
+    keys = {frozenset(entry) for entry in entries if entry}
+    if len(keys) > 1:
+        partial = sorted(map(str, frozenset.union(*keys) - frozenset.intersection(*keys)))
+        raise ValueError(
+            f"in group {number} of the state dict some parameters have {partial} in their state, others do not"
+        )
 
 
 def local_part(state_dict: StateDict, numbers: Mapping[Any, int], owned: Sequence[Sequence[int]]) -> StateDict:
