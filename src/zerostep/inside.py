@@ -53,12 +53,16 @@ class InsideBackward:
 
     def begin(self, owners: Ownership) -> None:
         """The first bucket of an iteration has come."""
+        self.refuse_changed_parameters(owners)
+        self.pipeline.gradient_callback = self.callback
+
+    def refuse_changed_parameters(self, owners: Ownership) -> None:
+        """DDP does not follow either: it would wait for the gradients of frozen parameters, and ignore new ones."""
         if owners.trainability_changed():
             raise RuntimeError(
                 "requires_grad of some parameters has changed, which overlap_with_ddp=True cannot follow: build the "
                 "DDP module and the optimizer anew, or use overlap_with_ddp=False"
             )
-        self.pipeline.gradient_callback = self.callback
 
     def refuse_step(self, scaled: bool) -> None:
         """What `step()` has to say."""

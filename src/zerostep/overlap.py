@@ -8,6 +8,7 @@ that happens: after the last bucket, or bucket by bucket while backward is still
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -93,21 +94,37 @@ class _Overlap:
         # messages run beside DDP's.
         self._transport = zero._transport if ordered else self._control
         self._lane: Lane = StreamLane(device) if ordered else ThreadLane(device)
-        self._used = _UsedParameters(zero)
-        self._used.watch(ddp)
+        self._ddp = ref(ddp)
+        self._refusal: Exception | None = None
         ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
         self._inside.refuse_edited_gradients()
-        self._used.watch(ddp)  # a static graph may be declared until the first forward pass
+        if torch.is_grad_enabled():
+            self._inside.refuse_changed_parameters(self._zero._owners)
 
     def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
         """Start the reduction of a bucket with the wrapped hook."""
         if bucket.index() == 0:
+            self._refusal = self._begin()
+        if self._refusal is not None:
+            raise self._refusal
+        arrival = self._inside.pipeline.arrive(bucket, _has_gradient if self._may_be_unused() else None)
+        return arrival, _never_raising(lambda: hook(state, bucket))
+
+    def _begin(self) -> Exception | None:
+        """What speaks against this iteration, with all its buckets."""
+        try:
             self._zero._check_usable()
             self._inside.begin(self._zero._owners)
-        arrival = self._inside.pipeline.arrive(bucket, self._used.flag_of())
-        return arrival, hook(state, bucket)
+        except Exception as error:
+            return error
+        return None
+
+    def _may_be_unused(self) -> bool:
+        """Whether DDP allows parameters to get no gradient. A static graph may be declared late."""
+        ddp = self._ddp()
+        return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
 
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
@@ -117,40 +134,31 @@ class _Overlap:
         return self._lane.run(lambda: self._process(reductions))
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
+        self._zero._check_usable()
         for arrival, future in reductions:
-            found = future.wait()
-            reduced = found[0] if isinstance(found, (list, tuple)) else found
+            reduced = _outcome(future)
             try:
                 self._inside.pipeline.process(arrival, reduced, self._transport, self._control)
             except TransportError as error:
                 self._zero._break(f"the exchange of bucket {arrival.index} failed: {error}", error)
             if arrival.is_last:
-                self._used.forget()
                 self._zero._end_step_inside_backward()
-        return reduced
+        return arrival.buffer if isinstance(reduced, Exception) else reduced
 
 
-class _UsedParameters:
-    """Which parameters got a gradient since the last synchronised backward pass, where DDP allows some to get none."""
+def _outcome(future: Future[Tensor]) -> Tensor | Exception:
+    """What the wrapped hook has made of a bucket."""
+    try:
+        found = future.wait()
+    except Exception as error:
+        return error
+    return found[0] if isinstance(found, (list, tuple)) else found
 
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        self._zero, self._used, self._watched = zero, set[Tensor](), set[Tensor]()
 
-    def flag_of(self) -> Callable[[Tensor], bool] | None:
-        """Tells whether a parameter was used; `None` where all must have been."""
-        return self._used.__contains__ if self._watched else None
-
-    def forget(self) -> None:
-        """The next synchronised pass starts anew."""
-        self._used.clear()
-
-    def watch(self, ddp: nn.Module) -> None:
-        """Start to take note if the module allows unused parameters."""
-        if getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False):
-            for param in self._zero._all_params:
-                if param.requires_grad and param not in self._watched:
-                    self._watched.add(param)
-                    param.register_post_accumulate_grad_hook(self._used.add)
+def _has_gradient(param: Tensor) -> bool:
+    """Whether this rank has a gradient for a parameter: what decides for an ordinary optimizer, too."""
+    # Not in a joined rank's shadow pass, outside of backward: whatever gradients there are, they are of old.
+    return param.grad is not None and torch._C._current_graph_task_id() != -1
 
 
 def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> InsideBackward:

@@ -56,13 +56,13 @@ class Arrival:
     is_last: bool
     plan: BucketPlan
     views: tuple[Tensor, ...]
-    start: int
+    buffer: Tensor
     used: tuple[bool, ...] | None
 
     def gradients(self, reduced: Tensor) -> list[Tensor]:
         """The gradients of our parameters in the reduced bucket, which need not lie where DDP's bucket lies."""
         flat = reduced.reshape(-1)
-        shift = flat.storage_offset() - self.start
+        shift = flat.storage_offset() - self.buffer.storage_offset()
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in self.views]
 
 
@@ -95,15 +95,17 @@ class Pipeline:
             bucket.is_last(),
             plan,
             tuple(_as_stored(views[place], param) for place, param in zip(plan.places, plan.params, strict=True)),
-            int(bucket.buffer().storage_offset()),
+            bucket.buffer(),
             None if used is None else tuple(used(param) for param in plan.params),
         )
 
-    def process(self, arrival: Arrival, reduced: Tensor, transport: Transport, control: Transport) -> None:
+    def process(self, arrival: Arrival, reduced: Tensor | Exception, transport: Transport, control: Transport) -> None:
         """Update and gather one bucket; all ranks, in the order of the buckets.
 
-        If the update fails on one rank it fails on all, where hosts meet in the exchange. The remaining buckets are
-        then only gathered: nobody waits for a message that never comes, and the replicas stay equal.
+        If the reduction or the update fails on one rank it fails on all, where hosts meet in the exchange. The
+        remaining buckets are then only gathered: nobody waits for a message that never comes, and the replicas stay
+        equal. The error is raised with the last bucket, because DDP waits for no bucket after a failed one, and
+        parameters must not move once backward has returned.
         """
         if arrival.index == 0:
             self._begin()
@@ -117,9 +119,9 @@ class Pipeline:
             statuses = transport.gather(arrival.plan.parcels, status, arrival.plan.fingerprint)
         if any(statuses) and len(statuses) > 1 and not failed_before:
             self._error = first_failure(control, self._error)
-        if self._error is not None:
-            raise self._error
         if arrival.is_last:
+            if self._error is not None:
+                raise self._error
             self._end()
 
     def _plan(self, params: Sequence[Tensor]) -> BucketPlan:
@@ -146,9 +148,11 @@ class Pipeline:
             group.update(after)
         copy_options(self._inner.param_groups, self._outer_groups)
 
-    def _try_update(self, arrival: Arrival, reduced: Tensor, wanted: Sequence[bool]) -> None:
+    def _try_update(self, arrival: Arrival, reduced: Tensor | Exception, wanted: Sequence[bool]) -> None:
         leaves = []
         try:
+            if isinstance(reduced, Exception):
+                raise reduced
             grads = arrival.gradients(reduced)
             for param, grad, want in zip(arrival.plan.params, grads, wanted, strict=True):
                 leaf = self._leaf_of.get(param)

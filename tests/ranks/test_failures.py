@@ -187,24 +187,77 @@ def test_an_error_in_the_closure_of_all_ranks_costs_nothing(pool: Pool, world: i
     pool.run(_closure_fails_everywhere, world, views)
 
 
-def _closure_fails_once(group: ProcessGroup, views: bool) -> tuple[str, list[str]]:
-    params = _params()
-    zero = ZeroRedundancyOptimizer(params, Adam, group, views, **LR)
-    _set_gradients(params, 0)
-    with pytest.raises((RuntimeError, TroubleError)) as caught:
-        zero.step(_no_batch if zero.rank == 0 else lambda: 1.0)
-    return str(caught.value), _refusals(zero)
+def _closure_fails_once(group: ProcessGroup, views: bool) -> None:
+    ours, theirs = _params(), _params()
+    zero, plain = ZeroRedundancyOptimizer(ours, Adam, group, views, **LR), Adam(theirs, **LR)
+    for seed in range(3):
+        for params in (ours, theirs):
+            _set_gradients(params, seed)
+        if zero.rank == 0:
+            with pytest.raises(TroubleError, match="no batch"):
+                zero.step(_no_batch)
+        assert zero.step(lambda: 1.5) == 1.5
+        plain.step()
+        assert_same_bits(_numbered(ours), _numbered(theirs))
+    assert_same_state_dict(_state_everywhere(zero), plain.state_dict())
 
 
 @MODES
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_error_in_the_closure_of_one_rank_is_everyones(pool: Pool, world: int, views: bool) -> None:
-    first, *others = pool.run(_closure_fails_once, world, views)
-    assert first[0] == "no batch"
-    assert all("the local update of step 1 failed on rank 0: no batch" in text for text in first[1])
-    for rank, (text, refusals) in enumerate(others, start=1):
-        assert text.startswith(f"step 1 failed on rank {rank}: rank 0 failed in its local update")
-        assert all(f"step 1 failed on rank {rank}" in refusal for refusal in refusals)
+def test_a_rank_may_try_again_after_an_error_in_its_closure(pool: Pool, world: int, views: bool) -> None:
+    pool.run(_closure_fails_once, world, views)
+
+
+class SpoiledAdam(Adam):
+    """Fails between its closure and the end of its update, on all ranks."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise TroubleError("no more memory")
+
+
+def _update_with_closure_fails(group: ProcessGroup) -> list[str]:
+    params = _params()
+    zero = ZeroRedundancyOptimizer(params, SpoiledAdam, group, **LR)
+    _set_gradients(params, 0)
+    with pytest.raises(TroubleError):
+        zero.step(lambda: 1.0)
+    return _refusals(zero)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_that_fails_after_its_closure_is_remembered(pool: Pool, world: int) -> None:
+    for rank, refusals in enumerate(pool.run(_update_with_closure_fails, world)):
+        assert all(f"step 1 failed on rank {rank}: no more memory" in text for text in refusals)
+
+
+# Ranks that change their parameters alone.
+
+
+def _frozen_on_one_rank(group: ProcessGroup, views: bool) -> tuple[str, list[str]]:
+    params = _params()
+    zero = ZeroRedundancyOptimizer(params, SGD, group, views, **LR)
+    _set_gradients(params, 0)
+    zero.step()
+    params[2].requires_grad_(zero.rank != 1)
+    others = [param for param in params if zero._param_to_rank[param] != zero.rank]
+    before = _numbered(others)
+    with pytest.raises(RuntimeError) as caught:
+        zero.step()
+    assert_same_bits(_numbered(others), before)
+    return str(caught.value), _refusals(zero)
+
+
+@MODES
+@pytest.mark.parametrize("world", [2, 3, OFFSET], ids=str)
+def test_freezing_on_one_rank_alone_is_refused_before_anything_is_sent(
+    pool: Pool, world: int | Ranks, views: bool
+) -> None:
+    for rank, (text, refusals) in enumerate(pool.run(_frozen_on_one_rank, world, views)):
+        other = 0 if rank == 1 else 1
+        assert f"step 2 failed on rank {rank}: " in text
+        assert f"rank {other} is about to send other parameters than rank {rank} expects: requires_grad" in text
+        assert all(f"step 2 failed on rank {rank}" in refusal for refusal in refusals)
 
 
 # Ranks that die.

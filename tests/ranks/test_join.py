@@ -1,7 +1,7 @@
 """Uneven inputs: every order of joinables, compared with `DistributedDataParallel.join()` and the plain optimizer."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from tests.pool import OFFSET, Pool, RankError
+from tests.pool import OFFSET, Pool
 from tests.reference import OPTIMIZERS, Batch, assert_same_bits, assert_same_state_dict, batches, build, difference
 from zerostep import ZeroRedundancyOptimizer
 
@@ -167,8 +167,8 @@ def test_statements_52_and_53_uneven_inputs_equal_ddp_join(
 @pytest.mark.parametrize("gradient_views", [False, True])
 def test_statement_52_a_rank_without_batches_after_even_steps(pool: Pool, order: str, gradient_views: bool) -> None:
     # DDP's shadow then writes into gradients that this rank still has from before the context.
-    for zero_grad in ("before", "never"):
-        scenario = Scenario((0, 3), order, zero_grad, gradient_views=gradient_views, before=3)
+    for zero_grad, divide in (("before", True), ("before", False), ("never", False)):
+        scenario = Scenario((0, 3), order, zero_grad, divide, gradient_views=gradient_views, before=3)
         pool.run(_compare, 2, scenario)
 
 
@@ -192,6 +192,33 @@ def test_statement_52_with_a_parameter_that_nobody_uses(pool: Pool, order: str) 
 def test_statement_52_closures_inside_the_context(pool: Pool, order: str, counts: tuple[int, ...]) -> None:
     for divide in (True, False):
         pool.run(_compare, 2, Scenario(counts, order, closure=True, divide=divide))
+
+
+def _accumulated(group: dist.ProcessGroup, scenario: Scenario, no_sync: bool) -> None:
+    """Two passes for each step, the first of them without a reduction if asked."""
+    twin, ddp = _ddp(group, scenario), _ddp(group, scenario)
+    plain, zero = OPTIMIZERS[scenario.optimizer].optimizer(twin.parameters()), _zero(group, ddp, scenario)
+    for model, optimizer, context in (
+        (twin, plain, twin.join()),
+        (ddp, zero, Join(_joinables(ddp, zero, scenario.order))),
+    ):
+        with context:
+            for number, (inputs, targets) in enumerate(_series(group, scenario)[1]):
+                with model.no_sync() if no_sync and number % 2 == 0 else nullcontext():
+                    mse_loss(model(inputs), targets).backward()
+                if number % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert_same_bits(ddp.named_parameters(), twin.named_parameters())
+    zero.consolidate_state_dict(to=scenario.last())
+    if zero.rank == scenario.last():
+        assert_same_state_dict(zero.state_dict(), plain.state_dict())
+
+
+@ORDERS
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_statement_52_with_accumulated_gradients(pool: Pool, order: str, no_sync: bool) -> None:
+    pool.run(_accumulated, 3, Scenario((2, 8, 0), order), no_sync)
 
 
 @WORLDS
@@ -522,7 +549,6 @@ def _scheduled(group: dist.ProcessGroup, order: str) -> None:
     assert_same_bits(ddp.named_parameters(), twin.named_parameters())
 
 
-@pytest.mark.xfail(strict=True, raises=RankError, reason="a joined owner keeps the options it had when it joined")
 @ORDERS
 def test_statement_52_with_a_scheduler(pool: Pool, order: str) -> None:
     pool.run(_scheduled, 2, order)
