@@ -107,7 +107,7 @@ class ScatteredParcel:
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         self._params = [params[slot.param] for slot in bucket.slots]
-        self._owners = [bucket.ranks_of(slot.span)[0] for slot in bucket.slots]
+        self._owners = [bucket.ranks_of(slot)[0] for slot in bucket.slots]
         self._pointers: list[int] = []
         self._pieces: dict[int, list[Piece]] = {}
         self.attach()

@@ -89,10 +89,14 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one parameter, given by its index in `Layout.params`, in a bucket."""
+    """The place of one parameter, given by its index in `Layout.params`, in a bucket.
+
+    No cut can tell who owns a parameter without elements; its `keeper` does.
+    """
 
     param: int
     span: Span
+    keeper: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +148,14 @@ class Bucket:
         filled = [slot for slot in self.slots[first:last] if slot.span.length]
         return tuple(sorted([*filled, *self._empty_slots_of(rank)], key=lambda slot: (slot.span.stop, slot.span.start)))
 
-    def ranks_of(self, span: Span) -> range:
-        """The ranks that own a part of `span`; an empty span belongs to the rank whose range it closes."""
-        if not span.length:
-            owner = max(bisect_left(self.cuts, span.start) - 1, 0)
-            return range(owner, owner + 1)
-        return range(bisect_right(self.cuts, span.start) - 1, bisect_left(self.cuts, span.stop))
+    def ranks_of(self, slot: Slot) -> range:
+        """The ranks that own a part of a slot."""
+        if not slot.span.length:
+            return range(slot.keeper, slot.keeper + 1)
+        return range(bisect_right(self.cuts, slot.span.start) - 1, bisect_left(self.cuts, slot.span.stop))
 
     def _empty_slots_of(self, rank: int) -> list[Slot]:
-        return [slot for slot in self.slots if not slot.span.length and rank in self.ranks_of(slot.span)]
+        return [slot for slot in self.slots if not slot.span.length and slot.keeper == rank]
 
 
 @dataclass(frozen=True)
@@ -177,9 +180,11 @@ class Layout:
             spec = self.params[slot.param]
             if (spec.dtype, spec.device, spec.trainable) != (bucket.dtype, bucket.device, bucket.trainable):
                 raise ValueError(f"parameter {spec.name!r} is not of its bucket's dtype, device and trainability")
+            if not 0 <= slot.keeper < self.world_size:
+                raise ValueError(f"parameter {spec.name!r} is kept by rank {slot.keeper} of {self.world_size}")
             if slot.span.length != spec.numel:
                 raise ValueError(f"parameter {spec.name!r} has {spec.numel} elements, its slot {slot.span.length}")
-            if not spec.splittable and len(bucket.ranks_of(slot.span)) != 1:
+            if not spec.splittable and len(bucket.ranks_of(slot)) != 1:
                 raise ValueError(f"a cut falls inside the atomic parameter {spec.name!r}")
 
     @cached_property
@@ -203,7 +208,7 @@ class Layout:
     def owner_of(self, param: int) -> int:
         """The one rank that owns the whole of parameter `param`."""
         bucket, slot = self._places[param]
-        ranks = self.buckets[bucket].ranks_of(slot.span)
+        ranks = self.buckets[bucket].ranks_of(slot)
         if len(ranks) != 1:
             raise ValueError(f"parameter {self.params[param].name!r} is divided among ranks {list(ranks)}")
         return ranks[0]
@@ -211,7 +216,7 @@ class Layout:
     def fragments_of(self, param: int) -> tuple[Fragment, ...]:
         """Who owns which part of parameter `param`, in element order."""
         bucket, slot = self._places[param]
-        return tuple(self._fragment(bucket, slot, rank) for rank in self.buckets[bucket].ranks_of(slot.span))
+        return tuple(self._fragment(bucket, slot, rank) for rank in self.buckets[bucket].ranks_of(slot))
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """What `rank` owns, bucket by bucket in address order."""
@@ -241,6 +246,7 @@ class Layout:
                         "device": bucket.device,
                         "trainable": bucket.trainable,
                         "params": [slot.param for slot in bucket.slots],
+                        "keepers": [slot.keeper for slot in bucket.slots if not slot.span.length],
                         "cuts": bucket.cuts,
                     }
                     for bucket in self.buckets
@@ -272,10 +278,13 @@ def _param(name: Any, shape: Any, *rest: Any) -> ParamSpec:
 
 
 def _bucket(entry: dict[str, Any], params: tuple[ParamSpec, ...]) -> Bucket:
-    slots, end = [], 0
+    slots, end, keepers = [], 0, iter(_list(entry["keepers"]))
     for param in _list(entry["params"]):
-        slots.append(Slot(_count(param), Span(end, end + params[param].numel)))
-        end += params[param].numel
+        size = params[_count(param)].numel
+        slots.append(Slot(param, Span(end, end + size), 0 if size else _count(next(keepers, None))))
+        end += size
+    if next(keepers, None) is not None:
+        raise ValueError("not a layout: more keepers than parameters without elements")
     cuts = tuple(_count(cut) for cut in _list(entry["cuts"]))
     return Bucket(entry["dtype"], entry["device"], entry["trainable"], tuple(slots), cuts)
 

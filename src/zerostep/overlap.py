@@ -53,7 +53,7 @@ def hook_with_zero_step(
             if bucket.index() == 0:
                 waiting.clear()
             waiting.append(overlap.reduce(hook, state, bucket))
-            return overlap.run(list(waiting)) if bucket.is_last() else waiting[-1][1]
+            return overlap.run(list(waiting)) if bucket.is_last() else overlap.pass_on(waiting[-1])
 
         return _never_raising(launch)
 
@@ -126,6 +126,11 @@ class _Overlap:
         ddp = self._ddp()
         return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
 
+    def pass_on(self, reduction: Reduction) -> Future[Tensor]:
+        """The gradients of a bucket, for DDP; if their reduction fails, the last bucket tells."""
+        arrival, future = reduction
+        return future.then(lambda done: _gradients(arrival, _outcome(done)))
+
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
         last = reductions[-1][0].is_last
@@ -143,7 +148,7 @@ class _Overlap:
                 self._zero._break(f"the exchange of bucket {arrival.index} failed: {error}", error)
             if arrival.is_last:
                 self._zero._end_step_inside_backward()
-        return arrival.buffer if isinstance(reduced, Exception) else reduced
+        return _gradients(arrival, reduced)
 
 
 def _outcome(future: Future[Tensor]) -> Tensor | Exception:
@@ -153,6 +158,10 @@ def _outcome(future: Future[Tensor]) -> Tensor | Exception:
     except Exception as error:
         return error
     return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def _gradients(arrival: Arrival, reduced: Tensor | Exception) -> Tensor:
+    return arrival.buffer if isinstance(reduced, Exception) else reduced
 
 
 def _has_gradient(param: Tensor) -> bool:

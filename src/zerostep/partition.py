@@ -9,7 +9,7 @@ is sharding by element, and Muon matrices beside AdamW embeddings are simply bot
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
@@ -29,7 +29,7 @@ def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
     for members in _alike(specs, loose):
         shares = pour(sum(sizes[i] for i in members), loads)
         loads = [load + share for load, share in zip(loads, shares, strict=True)]
-        buckets.append(_bucket(specs[members[0]], members, sizes, shares))
+        buckets.append(_bucket(specs[members[0]], members, sizes, shares, {}))
     return Layout(world_size, tuple(specs), tuple(buckets))
 
 
@@ -87,10 +87,16 @@ def _atomic_bucket(
     shares = [0] * world_size
     for index in members:
         shares[owners[index]] += sizes[index]
-    return _bucket(kind, sorted(members, key=lambda index: owners[index]), sizes, shares)
+    order = sorted(members, key=lambda index: owners[index])
+    return _bucket(kind, order, sizes, shares, owners)
 
 
-def _bucket(kind: ParamSpec, members: Sequence[int], sizes: Sequence[int], shares: Sequence[int]) -> Bucket:
+def _bucket(
+    kind: ParamSpec, members: Sequence[int], sizes: Sequence[int], shares: Sequence[int], owners: Mapping[int, int]
+) -> Bucket:
     ends = accumulate((sizes[index] for index in members), initial=0)
-    slots = tuple(Slot(index, Span(end, end + sizes[index])) for index, end in zip(members, ends, strict=False))
+    slots = tuple(
+        Slot(index, Span(end, end + sizes[index]), 0 if sizes[index] else owners.get(index, 0))
+        for index, end in zip(members, ends, strict=False)
+    )
     return Bucket(kind.dtype, kind.device, kind.trainable, slots, tuple(accumulate(shares, initial=0)))

@@ -208,64 +208,76 @@ class GroupTransport:
         return device.type != "cpu" and backends.get(device.type) != backends.get("cpu")
 
     def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
-        """Bring every owner's part to every rank, bucket by bucket in the given order."""
-        statuses = self._meet(status, fingerprint) if self.meets_on_host(parcels) else [status]
+        """Bring every owner's part to every rank, bucket by bucket in the given order.
+
+        A peer that is lost on the way is an error, but only when the others have got all that they wait for.
+        """
+        trouble = _Trouble()
+        statuses = self._meet(status, fingerprint, trouble) if self.meets_on_host(parcels) else [status]
         for parcel in parcels:
             parcel.attach()
             if parcel.device.type == "cpu":
-                self._exchange(parcel)
+                self._exchange(parcel, trouble)
             else:
                 self._broadcast_pieces(parcel)
+        trouble.tell()
         return statuses
 
     def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
         """True where some parcel lies in host memory: then every rank waits for every other anyway."""
         return any(parcel.device.type == "cpu" for parcel in parcels)
 
-    def _exchange(self, parcel: Parcel) -> None:
+    def _exchange(self, parcel: Parcel, trouble: _Trouble) -> None:
         outgoing = [piece.load() for piece in parcel.pieces(self.rank)]
         flying = deque[tuple[Piece | None, Flight | None, Flight | None]]()
         for shift in range(1, self.world_size):
             to, source = (self.rank + shift) % self.world_size, (self.rank - shift) % self.world_size
             for piece, memory in zip_longest(parcel.pieces(source), outgoing):
                 # The receive comes first: a send that finds no receive posted holds up the opposite direction.
-                receive = self.start_receive(piece.room(), source) if piece is not None else None
-                send = self.start_send(memory, to) if memory is not None else None
+                receive = send = None
+                with trouble:
+                    receive = self.start_receive(piece.room(), source) if piece is not None else None
+                with trouble:
+                    send = self.start_send(memory, to) if memory is not None else None
                 flying.append((piece, receive, send))
                 if len(flying) == _MESSAGES_IN_FLIGHT:
-                    _land(*flying.popleft())
+                    _land(*flying.popleft(), trouble)
         while flying:
-            _land(*flying.popleft())
+            _land(*flying.popleft(), trouble)
 
     def _broadcast_pieces(self, parcel: Parcel) -> None:
-        flying = deque[tuple[Piece | None, Flight | None]]()
+        flying = deque[tuple[Piece | None, Flight]]()
         for owner in range(self.world_size):
             mine = owner == self.rank
             for piece in parcel.pieces(owner):
                 flight = self._start_broadcast(piece.load() if mine else piece.room(), owner)
                 flying.append((None if mine else piece, flight))
                 if len(flying) == _BROADCASTS_IN_FLIGHT:
-                    _land(*flying.popleft())
+                    _settle(*flying.popleft())
         while flying:
-            _land(*flying.popleft())
+            _settle(*flying.popleft())
 
-    def _meet(self, status: int, fingerprint: int) -> list[int]:
+    def _meet(self, status: int, fingerprint: int, trouble: _Trouble) -> list[int]:
         """One small message to and from every rank: cheaper than a collective."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        word = torch.tensor([status, fingerprint])
-        received = [self._start_receive(torch.zeros_like(word), rank, _TAG_WORD) for rank in others]
-        sent = [self._start_send(word, rank, _TAG_WORD) for rank in others]
-        words = [flight.wait().tolist() for flight in received]
-        for flight in sent:
-            flight.wait()
-        for rank, (_, found) in zip(others, words, strict=True):
-            if found != fingerprint:
+        words = {rank: torch.tensor([status, fingerprint]) for rank in range(self.world_size)}
+        flights = list[Flight]()
+        for rank in others:
+            with trouble:
+                flights.append(self._start_receive(words[rank], rank, _TAG_WORD))
+        for rank in others:
+            with trouble:
+                flights.append(self._start_send(words[self.rank], rank, _TAG_WORD))
+        for flight in flights:
+            with trouble:
+                flight.wait()
+        for rank in others:
+            if int(words[rank][1]) != fingerprint:
                 raise TransportError(
                     f"rank {rank} is about to send other parameters than rank {self.rank} expects: requires_grad, "
                     "dtype and device of parameters must change on all ranks together"
                 )
-        statuses = [found for found, _ in words]
-        return [*statuses[: self.rank], status, *statuses[self.rank :]]
+        return [int(words[rank][0]) for rank in range(self.world_size)]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
@@ -310,7 +322,9 @@ class GroupTransport:
             f"zerostep/{bytes(token.tolist()).hex()}", distributed_c10d._get_default_store()
         )
         timeout = _timeout(self._group) or distributed_c10d.default_pg_timeout
-        return CompanionTransport(dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout))
+        companion = CompanionTransport(dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout))
+        companion.all_gather_ints([0])  # nobody may drop it while others are still connecting
+        return companion
 
 
 class CompanionTransport(GroupTransport):
@@ -410,12 +424,39 @@ def _telling(story: str) -> Iterator[None]:
         raise TransportError(f"{story} failed: {error}") from error
 
 
-def _land(piece: Piece | None, receive: Flight | None, send: Flight | None = None) -> None:
-    memory = receive.wait() if receive is not None else None
-    if piece is not None and memory is not None:
+class _Trouble:
+    """The first transfer that failed; those after it go on."""
+
+    def __init__(self) -> None:
+        self._first: TransportError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, TransportError):
+            return False
+        self._first = self._first or error
+        return True
+
+    def tell(self) -> None:
+        if self._first is not None:
+            raise self._first
+
+
+def _land(piece: Piece | None, receive: Flight | None, send: Flight | None, trouble: _Trouble) -> None:
+    with trouble:
+        if piece is not None and receive is not None:
+            piece.store(receive.wait())
+    with trouble:
+        if send is not None:
+            send.wait()
+
+
+def _settle(piece: Piece | None, flight: Flight) -> None:
+    memory = flight.wait()
+    if piece is not None:
         piece.store(memory)
-    if send is not None:
-        send.wait()
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

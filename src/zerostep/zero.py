@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -228,13 +229,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             yield
         except Exception as error:
-            if closure is None and self._active_transport.meets_on_host(self._parcels):
+            # A closure may fail on one rank alone, while the others wait inside theirs: nobody would come to meet.
+            in_closure = _came_through(closure, error)
+            if not in_closure and self._active_transport.meets_on_host(self._parcels):
                 logger.error("the local update failed on rank %d: %s", self.rank, error)
                 self._gather(_FAILED)
-            # A closure may fail before anything was done, and on one rank alone, while the others wait inside theirs.
-            if not _came_through(closure, error) or versions != [
-                param._version for param in all_params(self.optim.param_groups)
-            ]:
+            if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:
                 self._broken = f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
             raise
 
@@ -475,9 +475,12 @@ def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
 
 
 def _came_through(closure: Any, error: Exception) -> bool:
-    """Whether the error was raised inside the user's closure."""
-    code = getattr(closure, "__code__", None)
-    return code is not None and any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
+    """Whether the error was raised inside the user's closure: a function, a method, a partial or another callable."""
+    while isinstance(closure, partial):
+        closure = closure.func
+    candidates = (closure, getattr(closure, "__func__", None), getattr(type(closure), "__call__", None))  # noqa: B004
+    codes = {getattr(candidate, "__code__", None) for candidate in candidates} - {None}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
 
 
 def _evaluated(closure: Any) -> Any:

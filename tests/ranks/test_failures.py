@@ -338,11 +338,6 @@ def test_a_peer_killed_in_its_update_is_noticed_by_all(world: int, kind: type[Op
     _assert_told(run_fresh(_train_until_death, world, kind, views, 0, False, deadline=10.0))
 
 
-WAITS = pytest.mark.xfail(
-    strict=False, reason="a survivor that raises owes the others its next bucket: they wait until the group's time-out"
-)
-
-
-@pytest.mark.parametrize("message", [1, pytest.param(2, marks=WAITS), 3])
+@pytest.mark.parametrize("message", [1, 2, 3])
 def test_a_peer_killed_between_messages_is_noticed_by_all(message: int) -> None:
     _assert_told(run_fresh(_train_until_death, 3, SGD, False, message, True, deadline=10.0))

@@ -425,7 +425,6 @@ def _empty_parameters(group: ProcessGroup) -> list[Shares]:
     return [trainable, _found(ZeroRedundancyOptimizer(params, SGD, process_group=group, lr=0.1))]
 
 
-@pytest.mark.xfail(strict=True, reason="a layout infers the owner of an empty slot from its neighbours")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_statement_16_empty_parameters_have_owners_too(pool: Pool, world: int) -> None:
     assert pool.run(_empty_parameters, world) == [[_expected([[0, 6, 0, 4]], world)] * 2] * world

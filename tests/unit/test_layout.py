@@ -97,19 +97,23 @@ def test_an_unknown_name_is_a_key_error() -> None:
 )
 def test_the_ranks_of_a_span_leave_out_those_with_nothing(span: Span, ranks: list[int]) -> None:
     bucket = _bucket([9], (0, 4, 4, 8, 8, 9, 9))
-    assert [rank for rank in bucket.ranks_of(span) if bucket.owned(rank).intersect(span).length] == ranks
+    assert [rank for rank in bucket.ranks_of(Slot(0, span)) if bucket.owned(rank).intersect(span).length] == ranks
 
 
-@pytest.mark.parametrize(("place", "rank"), [(0, 0), (4, 0), (8, 2), (9, 4), (2, 0)])
-def test_an_empty_span_belongs_to_the_rank_whose_range_it_closes(place: int, rank: int) -> None:
-    assert list(_bucket([9], (0, 4, 4, 8, 8, 9, 9)).ranks_of(Span(place, place))) == [rank]
+@pytest.mark.parametrize("keeper", range(6))
+def test_an_empty_slot_belongs_to_its_keeper(keeper: int) -> None:
+    bucket = _bucket([9], (0, 4, 4, 8, 8, 9, 9))
+    assert list(bucket.ranks_of(Slot(0, Span(4, 4), keeper))) == [keeper]
 
 
 def test_empty_parameters_have_one_owner_each() -> None:
     specs = (_spec("a", 0), _spec("b", 3), _spec("c", 0), _spec("d", 2), _spec("e", 0))
-    layout = Layout(3, specs, (_bucket([0, 3, 0, 2, 0], (0, 3, 3, 5)),))
-    assert [layout.owner_of(param) for param in range(5)] == [0, 0, 0, 2, 2]
-    assert [[each.param for each in layout.fragments(rank)] for rank in range(3)] == [[0, 1, 2], [], [3, 4]]
+    plain = _bucket([0, 3, 0, 2, 0], (0, 3, 3, 5))
+    slots = [dataclasses.replace(slot, keeper={0: 2, 2: 1, 4: 0}.get(slot.param, 0)) for slot in plain.slots]
+    layout = Layout(3, specs, (dataclasses.replace(plain, slots=tuple(slots)),))
+    assert [layout.owner_of(param) for param in range(5)] == [2, 0, 1, 2, 0]
+    assert [[each.param for each in layout.fragments(rank)] for rank in range(3)] == [[1, 4], [2], [0, 3]]
+    assert Layout.from_json(layout.to_json()) == layout
 
 
 @pytest.mark.parametrize(
