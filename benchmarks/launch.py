@@ -1,5 +1,7 @@
 """One process per rank, each on its host: started, waited for up to a deadline, and ended with the caller."""
 
+import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -22,6 +24,7 @@ from benchmarks.network import Host
 _ROOT = Path(__file__).parent.parent
 _LAST_LINES = 20
 _GRACE_SECONDS = 10
+_PR_SET_PDEATHSIG = 1
 
 
 class LaunchError(RuntimeError):
@@ -81,7 +84,8 @@ def _last_words(folder: Path, rank: int) -> str:
 
 def _rank_main(folder: Path, rank: int) -> None:
     task = json.loads((folder / "task.json").read_text())
-    signal.alarm(task["seconds"] + _GRACE_SECONDS)  # ends this rank even if nobody is left to do it
+    _die_with_parent()
+    signal.alarm(task["seconds"] + _GRACE_SECONDS)
     module, _, name = task["job"].partition(":")
     job = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
@@ -91,6 +95,12 @@ def _rank_main(folder: Path, rank: int) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(job(*task["arguments"])))
     finally:
         dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """A launcher that is killed outright cannot end its ranks. Linux only; elsewhere the alarm does it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

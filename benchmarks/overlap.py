@@ -7,6 +7,7 @@ rank. Only ratios within one run mean anything. A shaped network takes root and 
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from zerostep.overlap import hook_with_zero_step, hook_with_zero_step_interleave
 
 BATCH = 8  # backward then takes about as long as its traffic at 1 Gbit/s
 ROUNDS = 12
+ROUNDS_TO_JUDGE = 5
 COUNTED_STEPS = 2
 START_SECONDS = 120
 ROUND_SECONDS = 30
@@ -143,6 +145,8 @@ def judge(faster: str, slower: str, seconds: Mapping[str, Sequence[float]]) -> d
     met = ours.quartiles[2] < theirs.quartiles[0]
     ahead = ours.median < theirs.median
     verdict = "met" if met else "NOT met: the quartiles overlap" if ahead else "NOT met"
+    if min(len(ours.seconds), len(theirs.seconds)) < ROUNDS_TO_JUDGE:
+        verdict = "too few rounds to judge"
     return {"faster": faster, "slower": slower, "ratio": ours.median / theirs.median, "verdict": verdict}
 
 
@@ -161,7 +165,12 @@ def render(result: Mapping[str, Any]) -> str:
         f"Measured {bar['ratio']:.3f}: {bar['verdict']}."
         for bar in result["bars"]
     ]
-    return f"## {result['title']}: training step\n\nRanks 0 and 1: {speeds}\n\n{_table(result)}\n\n" + "\n".join(lines)
+    # With more at work on the machine than the ranks themselves, the numbers mean little.
+    load = "Load of the machine before and at the end: {:.1f}, {:.1f}".format(*result["load"])
+    return (
+        f"## {result['title']}: training step\n\nRanks 0 and 1: {speeds}. {load}\n\n{_table(result)}\n\n"
+        + "\n".join(lines)
+    )
 
 
 def _table(result: Mapping[str, Any]) -> str:
@@ -211,9 +220,11 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in setting.items()), end="\n\n", flush=True)
     try:
         network = shaped(chosen.ranks, chosen.rate) if limited else loopback(chosen.ranks)
+        load_before = os.getloadavg()[0]
         result = run(network, chosen.rounds, chosen.batch)
     except (NetworkError, LaunchError) as error:
         raise SystemExit(str(error)) from error
+    result["load"] = [load_before, os.getloadavg()[0]]
     print(render(result))
     if chosen.json:
         chosen.json.write_text(json.dumps({"environment": setting, **result}, indent=1) + "\n")

@@ -109,7 +109,7 @@ class _Overlap:
             self._refusal = self._begin()
         if self._refusal is not None:
             raise self._refusal
-        arrival = self._inside.pipeline.arrive(bucket, _has_gradient if self._may_be_unused() else None)
+        arrival = self._inside.pipeline.arrive(bucket, self._is_used if self._may_be_unused() else None)
         return arrival, _never_raising(lambda: hook(state, bucket))
 
     def _begin(self) -> Exception | None:
@@ -125,6 +125,13 @@ class _Overlap:
         """Whether DDP allows parameters to get no gradient. A static graph may be declared late."""
         ddp = self._ddp()
         return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
+
+    def _is_used(self, param: Tensor) -> bool:
+        """Whether this rank has a gradient for a parameter: what decides for an ordinary optimizer, too."""
+        if torch._C._current_graph_task_id() != -1:
+            return param.grad is not None
+        # The shadow pass of a joined rank, outside of backward: for DDP, such a rank goes on using what was used last.
+        return self._inside.pipeline.was_used(param)
 
     def pass_on(self, reduction: Reduction) -> Future[Tensor]:
         """The gradients of a bucket, for DDP; if their reduction fails, the last bucket tells."""
@@ -162,12 +169,6 @@ def _outcome(future: Future[Tensor]) -> Tensor | Exception:
 
 def _gradients(arrival: Arrival, reduced: Tensor | Exception) -> Tensor:
     return arrival.buffer if isinstance(reduced, Exception) else reduced
-
-
-def _has_gradient(param: Tensor) -> bool:
-    """Whether this rank has a gradient for a parameter: what decides for an ordinary optimizer, too."""
-    # Not in a joined rank's shadow pass, outside of backward: whatever gradients there are, they are of old.
-    return param.grad is not None and torch._C._current_graph_task_id() != -1
 
 
 def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> InsideBackward:

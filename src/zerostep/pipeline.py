@@ -82,6 +82,7 @@ class Pipeline:
         self._before: list[Group] = []
         self._after: list[Group] | None = None
         self._error: Exception | None = None
+        self._used: dict[Tensor, bool] = {}
         self.gradient_callback: GradientCallback | None = None
 
     def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> Arrival:
@@ -110,6 +111,7 @@ class Pipeline:
         if arrival.index == 0:
             self._begin()
         wanted = _agree(arrival.used, len(arrival.plan.params), control)
+        self._used.update(zip(arrival.plan.params, wanted, strict=True))
         failed_before = self._error is not None
         if not failed_before:
             with record_function(f"zerostep/update bucket {arrival.index}"):
@@ -123,6 +125,10 @@ class Pipeline:
             if self._error is not None:
                 raise self._error
             self._end()
+
+    def was_used(self, param: Tensor) -> bool:
+        """Whether some rank had a gradient for a parameter when its bucket was last here."""
+        return self._used.get(param, False)
 
     def _plan(self, params: Sequence[Tensor]) -> BucketPlan:
         key = tuple(map(id, params))

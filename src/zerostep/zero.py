@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from traceback import walk_tb
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from zerostep.agreement import agreed, records_of
 from zerostep.buffers import make_parcels
 from zerostep.checkpoint.consolidate import StateDict, collect, merge
 from zerostep.checkpoint.restore import commit, local_part, validate
-from zerostep.groups import Group, all_params, copy_options, normalise, refuse_sparse
+from zerostep.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.inside import InsideBackward
 from zerostep.join import ShadowHook, UnevenInputs
 from zerostep.objects import broadcast_object
@@ -373,9 +374,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             replaced = pre_hook(self, found)
             found = found if replaced is None else replaced
         numbers = validate(found, self.param_groups, self.optim, self.state)
-        index_of = self._inner_index
-        owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
-        commit(self.optim, local_part(found, numbers, owned))
+        if found["state"] or self._has_state:
+            index_of = self._inner_index
+            owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
+            commit(self.optim, local_part(found, numbers, owned))
+        else:
+            # Some launchers load what state_dict() gave before the first step; some optimizers start with state.
+            copy_options(deepcopy([options(group) for group in found["param_groups"]]), self.optim.param_groups)
         copy_options(self.optim.param_groups, self.param_groups)
         self._has_state = bool(found["state"])
         self._all_state_dicts, self._broken = [], None

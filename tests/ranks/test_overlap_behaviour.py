@@ -494,6 +494,23 @@ def test_a_refused_group_changes_nothing(pool: Pool, hook: str) -> None:
     pool.run(_add_a_wrong_group, 2, hook)
 
 
+def _rebind(group: ProcessGroup, hook: str) -> None:
+    plain, ours = (_ddp(group) for _ in range(2))
+    optimizer, zero = _plain(plain), _ours(ours, hook)
+    for number, batch in enumerate(_batches(group, 5)):
+        for ddp, each in ((plain, optimizer), (ours, zero)):
+            for param in list(ddp.parameters())[number % 2 :: 2]:
+                param.data = param.detach() * 1.5
+            _train(ddp, each, [batch])
+        _assert_same(ours, plain)
+    assert_same_state_dict(_state(zero), optimizer.state_dict())
+
+
+@EACH_HOOK
+def test_parameters_may_be_bound_to_other_memory(pool: Pool, hook: str) -> None:
+    pool.run(_rebind, 2, hook)
+
+
 def _look_at_state(group: ProcessGroup, hook: str) -> int:
     ddp = _ddp(group)
     zero = _ours(ddp, hook, SGD, lr=0.1, momentum=0.9)
@@ -746,7 +763,7 @@ def _do_harmless_things(group: ProcessGroup, hook: str, views: bool, unused: boo
             for ddp, each in ((plain, optimizer), (ours, zero)):
                 action(ddp, each, batch)
                 _backward(ddp, batch)
-                each.step()
+            optimizer.step()
             _assert_same(ours, plain)
 
 
@@ -932,28 +949,36 @@ def test_statement_50_an_error_in_the_gradient_callback(pool: Pool, hook: str) -
     _assert_equal_on_all_ranks(pool.run(_fail_in_the_callback, 2, hook))
 
 
-def _fail_while_others_are_late(group: ProcessGroup) -> None:
-    """The first bucket fails at once, while the others are still being reduced."""
-    late = False
+def _late(future: Future[Tensor]) -> Future[Tensor]:
+    """The same result a while later."""
+    found: Future[Tensor] = Future()
+    threading.Timer(0.1, found.set_result, [future.wait()]).start()
+    return found
+
+
+def _watch(ddp: DDP, hook: Hook) -> list[Future[Tensor]]:
+    """Register a hook; the list has the futures that it gave to DDP."""
     futures: list[Future[Tensor]] = []
-
-    def wrapped(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        future = allreduce_hook(state, bucket)
-        if not late or bucket.index() == 0:
-            return future
-        delayed: Future[Tensor] = Future()
-        threading.Timer(0.1, delayed.set_result, [future.wait()]).start()
-        return delayed
-
-    ddp = _ddp(group)
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), FailingAdam, group, overlap_with_ddp=True, lr=0.02)
-    hook = hook_with_zero_step_interleaved(wrapped, ddp, zero)
 
     def outer(state: Any, bucket: GradBucket) -> Future[Tensor]:
         futures.append(hook(state, bucket))
         return futures[-1]
 
-    ddp.register_comm_hook(group, outer)
+    ddp.register_comm_hook(ddp.process_group, outer)
+    return futures
+
+
+def _fail_while_others_are_late(group: ProcessGroup) -> None:
+    """The first bucket fails at once, while the others are still being reduced."""
+    late = False
+
+    def wrapped(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        future = allreduce_hook(state, bucket)
+        return _late(future) if late and bucket.index() > 0 else future
+
+    ddp = _ddp(group)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), FailingAdam, group, overlap_with_ddp=True, lr=0.02)
+    futures = _watch(ddp, hook_with_zero_step_interleaved(wrapped, ddp, zero))
     series = _batches(group, 4)
     _train(ddp, zero, series[:3])
     futures.clear()
@@ -969,13 +994,15 @@ def test_statement_50_nothing_is_under_way_once_backward_has_raised(pool: Pool) 
 
 
 def _fail_in_the_wrapped_hook(group: ProcessGroup, hook: str, synchronously: bool, at: int) -> Values:
-    """The wrapped hook fails in the first bucket of iteration `at`, on all ranks."""
+    """In iteration `at` the wrapped hook fails in the first bucket, on all ranks, and the last bucket is late."""
     failing = False
 
     def wrapped(state: Any, bucket: GradBucket) -> Future[Tensor]:
         future = allreduce_hook(state, bucket)
-        if not failing or bucket.index() != 0:
+        if not failing or (bucket.index() > 0 and not bucket.is_last()):
             return future
+        if bucket.is_last():
+            return _late(future)
         future.wait()
         if synchronously:
             raise ArithmeticError("gradients are wrong")
@@ -984,11 +1011,13 @@ def _fail_in_the_wrapped_hook(group: ProcessGroup, hook: str, synchronously: boo
         return failed
 
     ddp = _ddp(group, find_unused_parameters=True)  # so that the first pass has several buckets
-    zero = _ours(ddp, hook, wrapped=wrapped)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, group, overlap_with_ddp=True, **OPTIONS)
+    futures = _watch(ddp, HOOKS[hook](wrapped, ddp, zero))
     for number, batch in enumerate(_batches(group, 5)):
         failing = number == at
         with pytest.raises(RuntimeError, match="gradients are wrong") if failing else nullcontext():
             _train(ddp, zero, [batch])
+        assert all(future.done() for future in futures)
     before = _values(ddp)
     _train(ddp, zero, _batches(group, 1))
     assert all(not torch.equal(before[name], value) for name, value in _values(ddp).items())
@@ -1073,3 +1102,28 @@ def _train_unevenly(group: ProcessGroup, hook: str, options: dict[str, Any], bef
 @EACH_HOOK
 def test_statement_56_uneven_inputs_equal_plain(pool: Pool, hook: str, world: int, graph: str, before: int) -> None:
     _assert_equal_on_all_ranks(pool.run(_train_unevenly, world, hook, JOIN_GRAPHS[graph], before))
+
+
+def _join_after_using_more(group: ProcessGroup, hook: str, zero_grad: str) -> None:
+    plain, ours = (_ddp(group, Branches(), find_unused_parameters=True) for _ in range(2))
+    optimizer, zero = _plain(plain), _ours(ours, hook)
+    series = _batches(group, 5)
+    for ddp, each in ((plain, optimizer), (ours, zero)):
+        with ddp.join():
+            for number, batch in enumerate(series if dist.get_rank(group) == 0 else series[:2]):
+                if zero_grad == "before":
+                    each.zero_grad()
+                _backward(ddp, batch, ["abc", "ab", "a", "a", "c"][number])
+                if each is optimizer:
+                    each.step()
+                if zero_grad == "after":
+                    each.zero_grad()
+    assert_same_bits(ours.named_parameters(), plain.named_parameters())
+
+
+@pytest.mark.parametrize("zero_grad", ["before", "after"])
+@EACH_HOOK
+def test_statement_56_for_ddp_a_joined_rank_goes_on_using_what_was_used_last(
+    pool: Pool, hook: str, zero_grad: str
+) -> None:
+    pool.run(_join_after_using_more, 2, hook, zero_grad)
