@@ -151,6 +151,7 @@ class Bench:
 
     def _clean(self) -> None:
         gc.collect()
+        gc.freeze()  # what this job's imports and caches left behind is not walked again either
         for group in set(self.registry.pg_map) - self.own:
             dist.destroy_process_group(group)
         torch.manual_seed(0)
