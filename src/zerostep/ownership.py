@@ -18,10 +18,10 @@ __all__ = ["Ownership"]
 class Ownership:
     """A layout of whole parameters, and the tensors that it speaks of."""
 
-    def __init__(self, groups: Sequence[Group], world_size: int) -> None:
+    def __init__(self, groups: Sequence[Group], world_size: int, in_order: bool = False) -> None:
         self._groups = [dict(group) for group in groups]
         self.params = all_params(groups)
-        self.layout: Layout = plan(param_specs(groups), world_size)
+        self.layout: Layout = plan(param_specs(groups), world_size, in_order)
         self._trainable = [param.requires_grad for param in self.params]
         self._shapes = [param.shape for param in self.params]
         self._dtypes = [param.dtype for param in self.params]

@@ -1,14 +1,16 @@
 """From parameter specs to a layout: who owns what.
 
 Atomic parameters go whole to the rank with the smallest load, the largest first, group by group; that is the order
-of torch's own optimizer, so a migrated job keeps its owners. Splittable parameters are then poured over the ranks
-like water, so that they level what the atomic ones left uneven. All atomic is sharding by parameter, all splittable
-is sharding by element, and Muon matrices beside AdamW embeddings are simply both.
+of torch's own optimizer, so a migrated job keeps its owners. Where neighbours travel together, they go in the given
+order instead, after the few that are too large for that, so that every stretch of them is shared evenly. Splittable
+parameters are then poured over the ranks like water, so that they level what the atomic ones left uneven. All atomic
+is sharding by parameter, all splittable is sharding by element, and Muon matrices beside AdamW embeddings are simply
+both.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
@@ -18,12 +20,15 @@ from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
 __all__ = ["plan", "pour", "restrict"]
 
 
-def plan(specs: Sequence[ParamSpec], world_size: int) -> Layout:
-    """Divide `specs` among `world_size` ranks: the same answer on every rank, whatever is trainable."""
+def plan(specs: Sequence[ParamSpec], world_size: int, in_order: bool = False) -> Layout:
+    """Divide `specs` among `world_size` ranks: the same answer on every rank, whatever is trainable.
+
+    `in_order` shares every stretch of neighbours evenly, as far as whole parameters allow, and not only the whole.
+    """
     if world_size < 1:
         raise ValueError(f"a layout needs at least one rank, got {world_size}")
     sizes = [spec.numel for spec in specs]
-    owners, loads = _assign(specs, sizes, world_size)
+    owners, loads = _assign(specs, sizes, world_size, in_order)
     buckets = [_atomic_bucket(specs[m[0]], m, sizes, owners, world_size) for m in _alike(specs, list(owners))]
     loose = [index for index, spec in enumerate(specs) if spec.splittable]
     for members in _alike(specs, loose):
@@ -58,18 +63,34 @@ def pour(amount: int, loads: Sequence[int]) -> list[int]:
     return shares
 
 
-def _assign(specs: Sequence[ParamSpec], sizes: Sequence[int], world_size: int) -> tuple[dict[int, int], list[int]]:
+def _assign(
+    specs: Sequence[ParamSpec], sizes: Sequence[int], world_size: int, in_order: bool
+) -> tuple[dict[int, int], list[int]]:
     """Owners of the atomic parameters, in the order of assignment, and the load of every rank."""
     heap = [(0, rank) for rank in range(world_size)]
     heapify(heap)
     owners = {}
-    atomic = (index for index, spec in enumerate(specs) if not spec.splittable)
-    for index in sorted(atomic, key=lambda index: (specs[index].group, -sizes[index])):
+    for index in _in_order(specs, sizes, world_size) if in_order else _largest_first(specs, sizes):
         load, rank = heap[0]
         owners[index] = rank
         heapreplace(heap, (load + sizes[index], rank))
     loads = [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
     return owners, loads
+
+
+def _largest_first(specs: Sequence[ParamSpec], sizes: Sequence[int]) -> list[int]:
+    atomic = [index for index, spec in enumerate(specs) if not spec.splittable]
+    return sorted(atomic, key=lambda index: (specs[index].group, -sizes[index]))
+
+
+def _in_order(specs: Sequence[ParamSpec], sizes: Sequence[int], world_size: int) -> list[int]:
+    """As given, but in each group first those of more than half a fair share, so that the others can level them."""
+    totals = Counter[int]()
+    for spec, size in zip(specs, sizes, strict=True):
+        totals[spec.group] += size
+    found = _largest_first(specs, sizes)
+    large = {index for index in found if 2 * world_size * sizes[index] > totals[specs[index].group]}
+    return sorted(found, key=lambda index: (specs[index].group, (0, -sizes[index]) if index in large else (1, index)))
 
 
 def _alike(specs: Sequence[ParamSpec], members: Sequence[int]) -> list[list[int]]:

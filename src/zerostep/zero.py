@@ -134,7 +134,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def _owners(self) -> Ownership:
         if self._ownership is None:
-            self._ownership = Ownership(self.param_groups, self.world_size)
+            # Inside backward, neighbours travel together.
+            self._ownership = Ownership(self.param_groups, self.world_size, in_order=self._overlap_with_ddp)
         return self._ownership
 
     @property

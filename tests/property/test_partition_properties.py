@@ -65,6 +65,30 @@ def test_statement_27_a_further_group_leaves_earlier_owners(
 
 
 @patient
+@given(_GROUPS, st.lists(st.integers(1, 40), min_size=1, max_size=8), _WORLDS)
+def test_in_order_a_further_group_leaves_earlier_owners_too(
+    groups: list[list[int]], further: list[int], world_size: int
+) -> None:
+    before = _owners(plan(_specs(groups), world_size, in_order=True))
+    after = _owners(plan(_specs([*groups, further]), world_size, in_order=True))
+    assert after[: len(before)] == before
+
+
+@patient
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), _WORLDS, st.data())
+def test_in_order_every_stretch_is_shared_evenly(sizes: list[int], world_size: int, data: st.DataObject) -> None:
+    layout = plan(_specs([sizes]), world_size, in_order=True)
+    owners = _owners(layout)
+    loads = [layout.load(rank) for rank in range(world_size)]
+    assert max(loads) - min(loads) <= max(sizes)
+    if 2 * world_size * max(sizes) <= sum(sizes):  # nobody is too large to be taken in order
+        start = data.draw(st.integers(0, len(sizes)))
+        stop = data.draw(st.integers(start, len(sizes)))
+        stretch = [sum(sizes[i] for i in range(start, stop) if owners[i] == rank) for rank in range(world_size)]
+        assert max(stretch) - min(stretch) <= 2 * max(sizes)
+
+
+@patient
 @given(_GROUPS, _WORLDS, st.data())
 def test_statement_16_owners_do_not_depend_on_what_is_trainable(
     groups: list[list[int]], world_size: int, data: st.DataObject
