@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests benchmarks
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench bench-overlap clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
 	@echo "make lint    formatting, lint rules and types"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   step time and consolidation against torch's own optimizer, in one run"
+	@echo "make bench-overlap   the step inside backward on a shaped network (root and iproute2)"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +37,9 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.drop_in
+
+bench-overlap: $(VENV)/installed
+	$(BIN)/python -m benchmarks.overlap --network shaped
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
