@@ -65,13 +65,7 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """A DDP communication hook that updates and gathers each bucket while backward computes the next ones.
 
-    Arguments:
-        hook: the hook that reduces gradients, e.g. torch's `allreduce_hook`; it may reduce in place or return its
-            result in new memory.
-        ddp: the module on which the returned hook is registered.
-        zero: an optimizer over the module's parameters, built with `overlap_with_ddp=True`.
-        shard_buckets: accepted for compatibility and without effect: who owns which parameter is settled when the
-            optimizer is built, and never depends on DDP's buckets.
+    The arguments are those of `hook_with_zero_step`.
     """
     overlap = _Overlap(ddp, zero)
 

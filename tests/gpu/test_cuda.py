@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.futures import Future
@@ -192,6 +193,64 @@ def _overlap_nccl(group: dist.ProcessGroup, hook: str, optimizer: str, late: boo
 def test_overlap_on_nccl(pool: Pool, late: bool, hook: str) -> None:
     for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
         pool.run(_overlap_nccl, 1, hook, "adamw fused", late, options, deadline=120)
+
+
+def _quantised(group: dist.ProcessGroup, hook: str, wrapped: str) -> None:
+    inner = {
+        "per tensor": quantization_hooks.quantization_pertensor_hook,
+        "per channel": quantization_hooks.quantization_perchannel_hook,
+    }[wrapped]
+    ours, twin = _ddp(group), _ddp(group)
+    kind, arguments = OPTIMIZERS["adamw"]
+    zero = ZeroRedundancyOptimizer(ours.parameters(), kind, process_group=group, overlap_with_ddp=True, **arguments)
+    plain = kind(twin.parameters(), **arguments)
+    ours.register_comm_hook(group, HOOKS[hook](inner, ours, zero))
+    twin.register_comm_hook(group, inner)
+    for inputs in _inputs(dist.get_rank(group)):
+        zero.zero_grad()
+        ours(inputs).square().sum().backward()
+        plain.zero_grad()
+        twin(inputs).square().sum().backward()
+        plain.step()
+    _compare(ours, twin)
+
+
+def _quantised_nccl(group: dist.ProcessGroup, hook: str, wrapped: str) -> None:
+    _quantised(_nccl(), hook, wrapped)
+
+
+@pytest.mark.parametrize("hook", list(HOOKS))
+@pytest.mark.parametrize("wrapped", ["per tensor", "per channel"])
+def test_a_quantising_hook_inside(pool: Pool, wrapped: str, hook: str) -> None:
+    pool.run(_quantised_nccl, 1, hook, wrapped, deadline=120)
+
+
+# ---------------------------------------------------------------------------------------------- several devices
+
+
+def _several_devices(group: dist.ProcessGroup, view: bool) -> None:
+    torch.manual_seed(0)
+    values = [torch.randn(n, device=device) for n in (7, 300_000, 5, 11) for device in ("cpu", "cuda")]
+    ours, twin = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    zero = ZeroRedundancyOptimizer(ours, torch.optim.AdamW, process_group=group, parameters_as_bucket_view=view, lr=0.1)
+    plain = torch.optim.AdamW(twin, lr=0.1)
+    for _ in range(STEPS):
+        for mine, other in zip(ours, twin, strict=True):
+            other.grad = torch.randn_like(other)
+            mine.grad = other.grad.clone()
+        zero.step()
+        plain.step()
+    assert_same_bits(
+        [(str(i), param.detach().cpu()) for i, param in enumerate(ours)],
+        [(str(i), param.detach().cpu()) for i, param in enumerate(twin)],
+    )
+    zero.consolidate_state_dict(to=0)
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["scattered", "bucket view"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_statement_30_parameters_on_several_devices(pool: Pool, world: int, view: bool) -> None:
+    pool.run(_several_devices, world, view, deadline=120)
 
 
 # ------------------------------------------------------------------------------------------------ uneven inputs
