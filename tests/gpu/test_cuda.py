@@ -232,8 +232,12 @@ def _several_devices(group: dist.ProcessGroup, view: bool) -> None:
     torch.manual_seed(0)
     values = [torch.randn(n, device=device) for n in (7, 300_000, 5, 11) for device in ("cpu", "cuda")]
     ours, twin = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    zero = ZeroRedundancyOptimizer(ours, torch.optim.AdamW, process_group=group, parameters_as_bucket_view=view, lr=0.1)
-    plain = torch.optim.AdamW(twin, lr=0.1)
+    # Left alone, torch picks the implementation by the kinds of device among the parameters of each optimizer.
+    options: dict[str, Any] = {"lr": 0.1, "foreach": False}
+    zero = ZeroRedundancyOptimizer(
+        ours, torch.optim.AdamW, process_group=group, parameters_as_bucket_view=view, **options
+    )
+    plain = torch.optim.AdamW(twin, **options)
     for _ in range(STEPS):
         for mine, other in zip(ours, twin, strict=True):
             other.grad = torch.randn_like(other)
