@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,11 +165,12 @@ def test_an_error_on_all_ranks_after_the_update_is_remembered(pool: Pool, world:
 def _closure_fails_everywhere(group: ProcessGroup, views: bool) -> None:
     ours, theirs = _params(), _params()
     zero, plain = ZeroRedundancyOptimizer(ours, Adam, group, views, **LR), Adam(theirs, **LR)
-    for seed in range(4):
+    empty = _Empty()
+    for seed, closure in enumerate((_no_batch, partial(_no_batch), empty.batch, empty)):
         before = _numbered(ours)
         for optimizer in (zero, plain):
             with pytest.raises(TroubleError, match="no batch"):
-                optimizer.step(_no_batch)
+                optimizer.step(closure)
         assert_same_bits(_numbered(ours), before)
         for params, optimizer in ((ours, zero), (theirs, plain)):
             _set_gradients(params, seed)
@@ -179,6 +181,16 @@ def _closure_fails_everywhere(group: ProcessGroup, views: bool) -> None:
 
 def _no_batch() -> float:
     raise TroubleError("no batch")
+
+
+class _Empty:
+    """A data set without data, as a closure of two more kinds."""
+
+    def batch(self) -> float:
+        raise TroubleError("no batch")
+
+    def __call__(self) -> float:
+        raise TroubleError("no batch")
 
 
 @MODES
