@@ -1,5 +1,6 @@
 """Optimizer-state sharding for PyTorch data-parallel training: same numbers as DDP, 1/N of the memory."""
 
+from zerostep.checkpoint.consolidate import merge_shards
 from zerostep.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.version import __version__
 from zerostep.zero import ZeroRedundancyOptimizer
@@ -9,4 +10,5 @@ __all__ = [
     "__version__",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "merge_shards",
 ]

@@ -14,7 +14,7 @@ from zerostep.agreement import Record, agreed
 from zerostep.codec import Packed, TensorSpec, pack, specs, unpack
 from zerostep.transport import Transport
 
-__all__ = ["broadcast_object", "gather_object", "receive_object", "send_object"]
+__all__ = ["broadcast_object", "copy_object", "gather_object", "receive_object", "send_object"]
 
 _HOST = torch.device("cpu")
 _MOST_TEXT = 1 << 30
@@ -45,11 +45,16 @@ def gather_object(transport: Transport, make: Callable[[], Any], to: int) -> lis
     found = []
     for source in range(transport.world_size):
         if transport.rank == to:
-            found.append(_copy(packed) if source == to else _receive(transport, source, *rows[source]))
+            found.append(_copied(packed) if source == to else _receive(transport, source, *rows[source]))
         elif transport.rank == source:
             stream.send_bytes(transport, packed.text, to)
             stream.send(transport, packed.tensors, to)
     return found
+
+
+def copy_object(value: Any) -> Any:
+    """A value with nothing shared, its tensors in host memory; the same values can be copied that can travel."""
+    return _copied(pack(value))
 
 
 def broadcast_object(transport: Transport, value: Any, source: int, device: torch.device) -> Any:
@@ -93,6 +98,6 @@ def _checked(size: int, source: int) -> int:
     return size
 
 
-def _copy(packed: Packed) -> Any:
+def _copied(packed: Packed) -> Any:
     tensors: list[Tensor] = [tensor.to(_HOST, copy=True) for tensor in packed.tensors]
     return unpack(packed.text, tensors)

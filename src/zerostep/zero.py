@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from zerostep.agreement import agreed, records_of
 from zerostep.buffers import make_parcels
-from zerostep.checkpoint.consolidate import StateDict, collect, merge
+from zerostep.checkpoint.consolidate import StateDict, collect, local_shard, merge
 from zerostep.checkpoint.restore import commit, local_part, validate
 from zerostep.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.inside import InsideBackward
@@ -363,6 +363,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             replaced = post_hook(self, found)
             found = found if replaced is None else replaced
         return found
+
+    def local_state_dict(self) -> StateDict:
+        """This rank's part of the state, as a copy in host memory; local, like `state_dict`.
+
+        Saved by every rank, such parts make a checkpoint without gathering anything: `zerostep.merge_shards` puts them
+        together again, for any optimizer and any world size.
+        """
+        self._check_usable()
+        copy_options(self.param_groups, self.optim.param_groups)
+        return local_shard(self.optim, self._inner_index, self.param_groups, self.rank, self.world_size)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a full state dict, whatever optimizer or world size it comes from.

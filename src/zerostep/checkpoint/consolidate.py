@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerostep.groups import Group
-from zerostep.objects import gather_object
+from zerostep.objects import copy_object, gather_object
 from zerostep.transport import Transport
 
-__all__ = ["collect", "merge", "pack_groups"]
+__all__ = ["collect", "local_shard", "merge", "merge_shards", "pack_groups"]
 
 StateDict = dict[str, Any]
 
@@ -29,6 +29,37 @@ def merge(shards: Sequence[StateDict], groups: Sequence[Group]) -> StateDict:
     # Parameters by number, then whatever else an optimizer keeps, by name; the lowest rank's word counts there.
     state = dict(sorted(dict(entries).items(), key=lambda item: (isinstance(item[0], str), item[0])))
     return {"state": state, "param_groups": pack_groups(groups)}
+
+
+def local_shard(
+    inner: Optimizer, index_of: Mapping[Tensor, int], groups: Sequence[Group], rank: int, world_size: int
+) -> StateDict:
+    """One rank's part of the whole state, marked as a part, as a copy in host memory."""
+    part = copy_object(_shard(inner, index_of))
+    owned = [group["params"] for group in part["param_groups"]]
+    place = {"rank": rank, "world_size": world_size, "owned": owned}
+    return {"state": part["state"], "param_groups": pack_groups(groups), "shard": place}
+
+
+def merge_shards(shards: Sequence[StateDict]) -> StateDict:
+    """One state dict in `torch.optim`'s own format from what `local_state_dict()` gave on every rank, in any order.
+
+    It loads into the unsharded optimizer and into a sharded one at any world size. `ValueError` if a part is missing,
+    comes twice or belongs to another run.
+    """
+    places: list[dict[str, Any]] = [shard["shard"] for shard in shards if "shard" in shard]
+    if not shards or len(places) != len(shards):
+        raise ValueError("merge_shards() takes what local_state_dict() gave on every rank")
+    ranks = sorted(place["rank"] for place in places)
+    sizes = {place["world_size"] for place in places}
+    if len(sizes) != 1 or ranks != list(range(*sizes)):
+        raise ValueError(f"these are the shards of ranks {ranks} of {sorted(sizes)}: every rank is needed exactly once")
+    owned = sorted(index for place in places for group in place["owned"] for index in group)
+    wanted = sorted(index for group in shards[0]["param_groups"] for index in group["params"])
+    if owned != wanted:
+        raise ValueError("these shards do not cover every parameter exactly once: they belong to different runs")
+    ordered = sorted(shards, key=lambda shard: shard["shard"]["rank"])
+    return {**merge(ordered, ()), "param_groups": ordered[0]["param_groups"]}
 
 
 def pack_groups(groups: Sequence[Group]) -> list[Group]:

@@ -67,6 +67,8 @@ def _check_keys(state_dict: Any) -> None:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(f'a state dict needs the keys "state" and "param_groups"; got {found}')
+    if "shard" in state_dict:
+        raise ValueError("this is the state of one rank: give those of all ranks to zerostep.merge_shards() first")
     if not isinstance(state_dict["state"], Mapping) or not isinstance(state_dict["param_groups"], (list, tuple)):
         raise ValueError('in a state dict "state" must be a dict and "param_groups" a list')
     for number, group in enumerate(state_dict["param_groups"]):
