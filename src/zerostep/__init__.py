@@ -2,10 +2,12 @@
 
 from zerostep.checkpoint.consolidate import merge_shards
 from zerostep.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zerostep.sharded import ShardedOptimizer
 from zerostep.version import __version__
 from zerostep.zero import ZeroRedundancyOptimizer
 
 __all__ = [
+    "ShardedOptimizer",
     "ZeroRedundancyOptimizer",
     "__version__",
     "hook_with_zero_step",

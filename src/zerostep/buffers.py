@@ -158,10 +158,10 @@ def _piece(params: Sequence[Tensor]) -> Piece:
 class FlatParcel:
     """The parts of a bucket whose parameters are views of one flat tensor, each with the strides it had."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], size: int | None = None) -> None:
         self.bucket = bucket
         self._params = [params[slot.param] for slot in bucket.slots]
-        self._flat = self._params[0].detach().new_empty(bucket.size)
+        self._flat = self._params[0].detach().new_zeros(bucket.size if size is None else size)
         self._pointers: list[int] = []
         for slot, param in zip(bucket.slots, self._params, strict=True):
             self._bind(slot, param)
@@ -193,6 +193,11 @@ class FlatParcel:
         for param in self._params:
             if start <= param.data_ptr() < stop and param.device == self._flat.device:
                 param.data = param.detach().clone()
+
+    @property
+    def memory(self) -> Tensor:
+        """The flat tensor; it may be longer than the bucket."""
+        return self._flat
 
     @property
     def device(self) -> torch.device:

@@ -220,9 +220,12 @@ class Layout:
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
         """What `rank` owns, bucket by bucket in address order."""
-        for index, bucket in enumerate(self.buckets):
-            for slot in bucket.slots_of(rank):
-                yield self._fragment(index, slot, rank)
+        for index in range(len(self.buckets)):
+            yield from self.fragments_in(index, rank)
+
+    def fragments_in(self, bucket: int, rank: int) -> list[Fragment]:
+        """What `rank` owns in one bucket, in address order."""
+        return [self._fragment(bucket, slot, rank) for slot in self.buckets[bucket].slots_of(rank)]
 
     def _fragment(self, bucket: int, slot: Slot, rank: int) -> Fragment:
         place = slot.span.intersect(self.buckets[bucket].owned(rank)) if slot.span.length else slot.span

@@ -5,7 +5,6 @@ and send them to everyone, and when `backward()` returns, all ranks hold the new
 that happens: after the last bucket, or bucket by bucket while backward is still computing the others.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -13,10 +12,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from zerostep.ddp import after_backward, never_raising
 from zerostep.inside import InsideBackward
 from zerostep.lanes import Lane, StreamLane, ThreadLane
 from zerostep.pipeline import Arrival
@@ -28,8 +27,6 @@ __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 Future = torch.futures.Future
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 Reduction = tuple[Arrival, Future[Tensor]]
-
-logger = logging.getLogger("zerostep")
 
 
 def hook_with_zero_step(
@@ -55,7 +52,7 @@ def hook_with_zero_step(
             waiting.append(overlap.reduce(hook, state, bucket))
             return overlap.run(list(waiting)) if bucket.is_last() else overlap.pass_on(waiting[-1])
 
-        return _never_raising(launch)
+        return never_raising(launch)
 
     return zero_step_hook
 
@@ -70,7 +67,7 @@ def hook_with_zero_step_interleaved(
     overlap = _Overlap(ddp, zero)
 
     def zero_step_interleaved_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return _never_raising(lambda: overlap.run([overlap.reduce(hook, state, bucket)]))
+        return never_raising(lambda: overlap.run([overlap.reduce(hook, state, bucket)]))
 
     return zero_step_interleaved_hook
 
@@ -104,7 +101,7 @@ class _Overlap:
         if self._refusal is not None:
             raise self._refusal
         arrival = self._inside.pipeline.arrive(bucket, self._is_used if self._may_be_unused() else None)
-        return arrival, _never_raising(lambda: hook(state, bucket))
+        return arrival, never_raising(lambda: hook(state, bucket))
 
     def _begin(self) -> Exception | None:
         """What speaks against this iteration, with all its buckets."""
@@ -136,7 +133,7 @@ class _Overlap:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
         last = reductions[-1][0].is_last
         if last:
-            _after_backward(lambda: self._inside.marks.set(self._inside.leaf_of))
+            after_backward(lambda: self._inside.marks.set(self._inside.leaf_of))
         return self._lane.run(lambda: self._process(reductions))
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
@@ -176,23 +173,3 @@ def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Ins
             f"the optimizer spans ranks {ours}, the DDP module ranks {theirs}: give both the same process group"
         )
     return zero._inside
-
-
-def _never_raising(launch: Callable[[], Future[Tensor]]) -> Future[Tensor]:
-    """DDP cannot recover from an exception in a hook, but it can from one in a future."""
-    try:
-        return launch()
-    except Exception as error:
-        failed: Future[Tensor] = Future()
-        failed.set_exception(error)  # type: ignore[arg-type]
-        return failed
-
-
-def _after_backward(action: Callable[[], None]) -> None:
-    """Run `action` when DDP has finished with this backward pass; not at all in a joined rank's shadow pass."""
-    engine: Any = Variable._execution_engine
-    try:
-        # DDP's own callback is queued after this one; a callback that this one queues comes after DDP's.
-        engine.queue_callback(lambda: engine.queue_callback(action))
-    except RuntimeError:
-        logger.debug("no backward pass is running")

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from zerostep.agreement import first_failure
-from zerostep.buffers import is_dense, make_parcels
+from zerostep.buffers import make_parcels
+from zerostep.ddp import as_stored
 from zerostep.groups import Group, copy_options, options
 from zerostep.ownership import Ownership
 from zerostep.partition import restrict
@@ -95,7 +96,7 @@ class Pipeline:
             bucket.index(),
             bucket.is_last(),
             plan,
-            tuple(_as_stored(views[place], param) for place, param in zip(plan.places, plan.params, strict=True)),
+            tuple(as_stored(views[place], param) for place, param in zip(plan.places, plan.params, strict=True)),
             bucket.buffer(),
             None if used is None else tuple(used(param) for param in plan.params),
         )
@@ -194,11 +195,6 @@ class Pipeline:
             for group, before in zip(groups, self._before, strict=True):
                 group.clear()
                 group.update(before)
-
-
-def _as_stored(view: Tensor, param: Tensor) -> Tensor:
-    """DDP keeps a gradient in the memory order of its parameter, but shows it as if it were contiguous."""
-    return view.as_strided(param.shape, param.stride()) if is_dense(param) else view
 
 
 def _agree(used: Sequence[bool] | None, count: int, control: Transport) -> Sequence[bool]:

@@ -135,11 +135,20 @@ class Transport(Protocol):
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
 
-    def start_send(self, memory: Tensor, to: int) -> Flight:
-        """Start sending contiguous `memory`, on the wire device, to one rank."""
+    def start_send(self, memory: Tensor, to: int, tag: int = ...) -> Flight:
+        """Start sending contiguous `memory`, on the wire device, to one rank; messages of one tag keep their order."""
 
-    def start_receive(self, memory: Tensor, source: int) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = ...) -> Flight:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""
+
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """Start summing every rank's `parts`, views of `memory`, each to its rank's `output`; in stream order."""
+
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """Start bringing every rank's own one of `parts`, views of `memory`, to all ranks; in stream order."""
+
+    def start_all_reduce(self, memory: Tensor) -> Flight:
+        """Start summing `memory` over all ranks, in place."""
 
     def companion(self) -> Transport:
         """A second transport over the same ranks, whose calls need no order with those of this one; a collective."""
@@ -171,13 +180,26 @@ class NullTransport:
     def broadcast(self, memory: Tensor, source: int) -> None:
         """`memory` is already everywhere."""
 
-    def start_send(self, memory: Tensor, to: int) -> Flight:
+    def start_send(self, memory: Tensor, to: int, tag: int = 0) -> Flight:
         """There is no other rank."""
         raise TransportError(f"cannot send to rank {to}: this is a world of one")
 
-    def start_receive(self, memory: Tensor, source: int) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = 0) -> Flight:
         """There is no other rank."""
         raise TransportError(f"cannot receive from rank {source}: this is a world of one")
+
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """The sum over one rank."""
+        output.copy_(parts[0])
+        return Flight(_Done(), output, "")
+
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """Every part is here."""
+        return Flight(_Done(), memory, "")
+
+    def start_all_reduce(self, memory: Tensor) -> Flight:
+        """The sum over one rank."""
+        return Flight(_Done(), memory, "")
 
     def companion(self) -> Transport:
         """Itself: no order to keep."""
@@ -291,13 +313,32 @@ class GroupTransport:
         """Overwrite `memory` with that of rank `source`."""
         self._start_broadcast(memory, source).wait()
 
-    def start_send(self, memory: Tensor, to: int) -> Flight:
+    def start_send(self, memory: Tensor, to: int, tag: int = _TAG_DATA) -> Flight:
         """Start sending `memory` to one rank."""
-        return self._start_send(memory, to, _TAG_DATA)
+        return self._start_send(memory, to, tag)
 
-    def start_receive(self, memory: Tensor, source: int) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = _TAG_DATA) -> Flight:
         """Start receiving into `memory` from one rank."""
-        return self._start_receive(memory, source, _TAG_DATA)
+        return self._start_receive(memory, source, tag)
+
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """One native call where all parts are equally long, else the list form, which takes any lengths."""
+        story = f"the reduce-scatter of {self.world_size} ranks"
+        if _tile(parts, memory):
+            return _start(lambda: _reduce_scatter(output, memory, group=self._group, async_op=True), output, story)
+        return _start(lambda: dist.reduce_scatter(output, list(parts), group=self._group, async_op=True), output, story)
+
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """One native call where all parts are equally long, else the list form, which takes any lengths."""
+        story, mine = f"the all-gather of {self.world_size} ranks", parts[self.rank]
+        if _tile(parts, memory):
+            return _start(lambda: _all_gather(memory, mine, group=self._group, async_op=True), memory, story)
+        return _start(lambda: dist.all_gather(list(parts), mine, group=self._group, async_op=True), memory, story)
+
+    def start_all_reduce(self, memory: Tensor) -> Flight:
+        """Start summing `memory` over all ranks, in place."""
+        story = f"the all-reduce of {self.world_size} ranks"
+        return _start(lambda: dist.all_reduce(memory, group=self._group, async_op=True), memory, story)
 
     def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
         story = f"sending to rank {to} of {self.world_size}"
@@ -362,6 +403,10 @@ class CompanionTransport(GroupTransport):
     def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
         data = _as_bytes(memory)
         return _start(lambda: self._gloo.recv([data], source, tag), memory, f"receiving from rank {source}")
+
+    def start_all_reduce(self, memory: Tensor) -> Flight:
+        """Start summing `memory`, on the host, over all ranks, in place."""
+        return _start(lambda: self._gloo.allreduce([memory]), memory, f"the all-reduce of {self.world_size} ranks")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
         data = _as_bytes(memory)
@@ -471,6 +516,23 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
         if options is not None:
             return getattr(options, "_timeout", None)
     return None
+
+
+class _Done:
+    """Nothing is under way."""
+
+    def wait(self) -> None:
+        pass
+
+
+# torch 2.13 renames both.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _tile(parts: Sequence[Tensor], memory: Tensor) -> bool:
+    """Whether equally long parts fill the memory."""
+    return len({part.numel() for part in parts}) == 1 and len(parts) * parts[0].numel() == memory.numel()
 
 
 def _as_bytes(memory: Tensor) -> Tensor:

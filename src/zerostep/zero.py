@@ -384,7 +384,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, found)
             found = found if replaced is None else replaced
-        numbers = validate(found, self.param_groups, self.optim, self.state)
+        numbers = validate(found, self.param_groups, [self.optim] * len(self.param_groups), self.state)
         if found["state"] or self._has_state:
             index_of = self._inner_index
             owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]

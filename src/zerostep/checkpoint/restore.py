@@ -35,8 +35,13 @@ _PARAMETER_SHAPED = (
 )
 
 
-def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer, live: Mapping[Tensor, Any]) -> dict[Any, int]:
-    """Check the whole dict against all parameters; the numbers of its parameter ids. `ValueError` if it cannot fit."""
+def validate(
+    state_dict: Any, groups: Sequence[Group], inners: Sequence[Optimizer], live: Mapping[Tensor, Any]
+) -> dict[Any, int]:
+    """Check the whole dict against all parameters; the numbers of its parameter ids. `ValueError` if it cannot fit.
+
+    `inners` has the inner optimizer of each group.
+    """
     _check_keys(state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
@@ -51,14 +56,16 @@ def validate(state_dict: Any, groups: Sequence[Group], inner: Optimizer, live: M
     for place, saved_id in enumerate(chain.from_iterable(group["params"] for group in saved)):
         numbers.setdefault(saved_id, place)
     params = list(chain.from_iterable(group["params"] for group in groups))
+    kinds = [inner for group, inner in zip(groups, inners, strict=True) for _ in group["params"]]
     if len(numbers) != len(set(params)):
         raise ValueError(f"the state dict numbers {len(numbers)} parameters, the optimizer has {len(set(params))}")
     for saved_id, entry in state_dict["state"].items():
         if saved_id in numbers or isinstance(saved_id, int):
             _check_entry(saved_id, entry, numbers)
-            _check_shapes(saved_id, entry, params[numbers[saved_id]], inner, live)
-    if type(inner) in _PARAMETER_SHAPED:
-        for number, group in enumerate(saved):
+            number = numbers[saved_id]
+            _check_shapes(saved_id, entry, params[number], kinds[number], live)
+    for number, (group, inner) in enumerate(zip(saved, inners, strict=True)):
+        if type(inner) in _PARAMETER_SHAPED:
             _check_complete(number, [state_dict["state"].get(saved_id, {}) for saved_id in group["params"]])
     return numbers
 

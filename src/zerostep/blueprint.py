@@ -1,0 +1,94 @@
+"""From what the user asks for to groups with all their options, and a layout of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from zerostep.bucketing import Cost, fill
+from zerostep.costs import CostModel
+from zerostep.groups import Group, all_params, param_specs
+from zerostep.inners import InnerOptimizers, OptimizerClass, class_of, own_options
+from zerostep.layout import Layout, ParamSpec
+from zerostep.splitting import is_elementwise, is_separable
+
+__all__ = ["Blueprint", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the user wants it."""
+
+    partition: Literal["auto", "elements", "parameters"] = "auto"
+    reduction: Literal["scatter", "all"] = "scatter"
+    gather: Literal["step", "forward"] = "step"
+    master_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    bucket_mb: float = 5.0
+
+    def check(self) -> None:
+        """`ValueError` for a value that means nothing."""
+        _one_of("partition", self.partition, ("auto", "elements", "parameters"))
+        _one_of("reduction", self.reduction, ("scatter", "all"))
+        _one_of("gather", self.gather, ("step", "forward"))
+        for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
+        if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be a positive number of megabytes, got {self.bucket_mb!r}")
+
+
+def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The optimizer class that groups have if they name no other, its options, and the settings."""
+
+    common: OptimizerClass
+    defaults: Mapping[str, Any]
+    settings: Settings
+
+    def complete(self, group: Group) -> Group:
+        """A group with the options that its class completes, from an optimizer that is thrown away."""
+        found = Optimizer([group], {}).param_groups[0]
+        kind = class_of(found, self.common)
+        if not callable(kind):
+            raise TypeError(f"optimizer_class must be an optimizer class, got {kind!r}")
+        trial = InnerOptimizers([found], [found["params"]], self.common, self.defaults)
+        trial.pull([found])
+        if not is_separable(kind, own_options(found)):
+            raise ValueError(
+                f"{getattr(kind, '__name__', kind)} looks at all parameters at once, so its work cannot be divided "
+                "among ranks with the same result: use it without sharding"
+            )
+        return found
+
+    def plan(self, groups: Sequence[Group], world_size: int, first_group: int = 0, first_param: int = 0) -> Layout:
+        """A layout of complete groups, numbered from `first_group` on, with parameters from `first_param` on."""
+        specs, costs = list[ParamSpec](), list[Cost]()
+        for number, group in enumerate(groups, start=first_group):
+            known = self._specs(group, number, first_param + len(specs))
+            model = CostModel(class_of(group, self.common), own_options(group))
+            specs += known
+            costs += [model.of(spec) for spec in known]
+        sizes = [param.element_size() for param in all_params(groups)]
+        return fill(specs, world_size, int(self.settings.bucket_mb * 2**20), sizes, costs)
+
+    def _specs(self, group: Group, number: int, first: int) -> list[ParamSpec]:
+        splittable = self._splits(class_of(group, self.common), own_options(group))
+        found = [replace(spec, splittable=splittable, group=number) for spec in param_specs([group])]
+        if "param_names" in group:
+            return found
+        return [replace(spec, name=f"param.{first + place}") for place, spec in enumerate(found)]
+
+    def _splits(self, kind: OptimizerClass, options: Group) -> bool:
+        if self.settings.partition == "auto":
+            return is_elementwise(kind, options)
+        return self.settings.partition == "elements"

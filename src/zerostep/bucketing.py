@@ -1,0 +1,163 @@
+"""From parameter specs to a layout of many buckets, in the order in which backward fills them.
+
+Backward visits parameters in about the reverse of the given order, so buckets are filled from the end: as soon as one
+is full it can travel, while backward goes on. Every bucket is divided among all ranks, so that whatever part of the
+model is trained, each rank has its share of gradients and state. Splittable parameters are cut wherever that needs;
+atomic ones have buckets of their own, whose owners are chosen over the whole model, by bytes of state and by work. The
+splittable ones then level what the atomic ones left uneven.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+from itertools import accumulate
+
+from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
+from zerostep.partition import pour
+
+__all__ = ["Cost", "extend", "fill", "padded_size"]
+
+# Parts that are long enough start where vector instructions like it.
+_ALIGNMENT = 64
+_LONG = 256 * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What owning a parameter means: the bytes of its state, and the work of its update where that is worth a count."""
+
+    state: int
+    work: int = 0
+
+
+def fill(
+    specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int, itemsizes: Sequence[int], costs: Sequence[Cost]
+) -> Layout:
+    """Divide `specs` among `world_size` ranks, in buckets of about `bucket_bytes`.
+
+    `itemsizes` and `costs` have an entry for each spec. The last parameters come first.
+    """
+    if world_size < 1 or bucket_bytes < 1:
+        raise ValueError(f"a layout needs at least one rank and one byte, got {world_size} and {bucket_bytes}")
+    owners = _owners(specs, costs, world_size)
+    shares = _shares(specs, costs, owners, world_size)
+    groups = _fill(specs, itemsizes, bucket_bytes)
+    buckets = [
+        (
+            _cut(specs, members, shares, world_size)
+            if specs[members[0]].splittable
+            else _whole(specs, members, owners, world_size)
+        )
+        for members in groups
+    ]
+    return Layout(world_size, tuple(specs), tuple(buckets))
+
+
+def extend(layout: Layout, further: Layout) -> Layout:
+    """Both layouts as one, with the parameters and buckets of `further` behind; those of `layout` stay as they are."""
+    shift = len(layout.params)
+    moved = [
+        replace(bucket, slots=tuple(replace(slot, param=slot.param + shift) for slot in bucket.slots))
+        for bucket in further.buckets
+    ]
+    return Layout(layout.world_size, layout.params + further.params, (*layout.buckets, *moved))
+
+
+def padded_size(bucket: Bucket) -> int:
+    """How many elements memory needs so that all ranks have equally long parts; the bucket's own size if they cannot.
+
+    Only the last parts of an evenly cut bucket may be short.
+    """
+    world, longest = len(bucket.cuts) - 1, bucket.cuts[1]
+    even = all(cut == min(bucket.size, rank * longest) for rank, cut in enumerate(bucket.cuts))
+    return world * longest if even else bucket.size
+
+
+def _owners(specs: Sequence[ParamSpec], costs: Sequence[Cost], world_size: int) -> dict[int, int]:
+    """An owner for each atomic parameter: the costliest first, to the rank with the least; frozen ones after all."""
+    atomic = [index for index, spec in enumerate(specs) if not spec.splittable]
+    state = sum(costs[index].state for index in atomic) or 1
+    work = sum(costs[index].work for index in atomic) or 1
+    weight = {index: costs[index].state / state + costs[index].work / work for index in atomic}
+    heap = [(0.0, rank) for rank in range(world_size)]
+    heapify(heap)
+    owners = {}
+    for index in sorted(atomic, key=lambda index: (not specs[index].trainable, -weight[index], index)):
+        load, rank = heap[0]
+        owners[index] = rank
+        heapreplace(heap, (load + weight[index], rank))
+    return owners
+
+
+def _shares(
+    specs: Sequence[ParamSpec], costs: Sequence[Cost], owners: dict[int, int], world_size: int
+) -> list[int] | None:
+    """How the splittable parameters are divided, in bytes of state; `None` for evenly."""
+    loads = [0] * world_size
+    for index, rank in owners.items():
+        if specs[index].trainable:
+            loads[rank] += costs[index].state
+    loose = sum(costs[index].state for index, spec in enumerate(specs) if spec.splittable and spec.trainable)
+    return None if len(set(loads)) == 1 or not loose else pour(loose, loads)
+
+
+def _fill(specs: Sequence[ParamSpec], itemsizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """The members of each bucket; a bucket comes as early as its last gradient does."""
+    done: list[list[int]] = []
+    filling: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    room: dict[tuple[object, ...], int] = {}
+    for index in reversed(range(len(specs))):
+        spec = specs[index]
+        kind = (spec.device, spec.dtype, spec.trainable, spec.splittable)
+        size = spec.numel * itemsizes[index]
+        if filling[kind] and size > room[kind]:
+            done.append(filling.pop(kind))
+        room[kind] = (room[kind] if filling[kind] else bucket_bytes) - size
+        filling[kind].append(index)
+    done += [members for members in filling.values() if members]
+    return sorted(done, key=lambda members: (not specs[members[0]].trainable, -min(members)))
+
+
+def _cut(specs: Sequence[ParamSpec], members: Sequence[int], shares: Sequence[int] | None, world_size: int) -> Bucket:
+    """A bucket of splittable parameters; those of one group are neighbours."""
+    order = sorted(members, key=lambda index: (specs[index].group, index))
+    slots = _slots(specs, order, {})
+    size = slots[-1].span.stop
+    return _bucket(specs[order[0]], slots, _even(size, world_size) if shares is None else _proportional(size, shares))
+
+
+def _whole(specs: Sequence[ParamSpec], members: Sequence[int], owners: dict[int, int], world_size: int) -> Bucket:
+    """A bucket of atomic parameters, in the order of their owners."""
+    order = sorted(members, key=lambda index: (owners[index], specs[index].group, index))
+    parts = [0] * world_size
+    for index in order:
+        parts[owners[index]] += specs[index].numel
+    return _bucket(specs[order[0]], _slots(specs, order, owners), tuple(accumulate(parts, initial=0)))
+
+
+def _slots(specs: Sequence[ParamSpec], order: Sequence[int], owners: dict[int, int]) -> tuple[Slot, ...]:
+    ends = accumulate((specs[index].numel for index in order), initial=0)
+    return tuple(
+        Slot(index, Span(end, end + specs[index].numel), 0 if specs[index].numel else owners.get(index, 0))
+        for index, end in zip(order, ends, strict=False)
+    )
+
+
+def _bucket(kind: ParamSpec, slots: tuple[Slot, ...], cuts: tuple[int, ...]) -> Bucket:
+    return Bucket(kind.dtype, kind.device, kind.trainable, slots, cuts)
+
+
+def _even(size: int, world_size: int) -> tuple[int, ...]:
+    """Equal parts; the last ones may be shorter."""
+    part = -(-size // world_size)
+    if part >= _LONG:
+        part = -(-part // _ALIGNMENT) * _ALIGNMENT
+    return tuple(min(size, rank * part) for rank in range(world_size + 1))
+
+
+def _proportional(size: int, shares: Sequence[int]) -> tuple[int, ...]:
+    total = sum(shares)
+    return tuple(size * end // total for end in accumulate(shares, initial=0))

@@ -1,0 +1,422 @@
+"""Reduce, update, gather: the moving parts of a sharded optimizer, without torch's optimizer face.
+
+======== ====================================================================================================
+arrive   autograd has finished a gradient: it is copied into its bucket, and a full bucket is launched
+settle   the backward passes are over: the rest is launched, and ranks tell each other what they have used
+update   bucket by bucket, as the sums come in: the inner optimizers step on the owned parts
+gather   the new parameters go to everyone; waited for at the end of the step or in the next forward pass
+======== ====================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from zerostep import clipping
+from zerostep.blueprint import Settings
+from zerostep.buffers import flat_alias
+from zerostep.exchange import Exchange, Meeting
+from zerostep.exchange import connect as connect_exchange
+from zerostep.gathering import Gathers
+from zerostep.gradients import ShardedGradient
+from zerostep.inners import InnerOptimizers
+from zerostep.layout import Fragment, Layout
+from zerostep.leaves import Leaf
+from zerostep.mesh import Ranks
+from zerostep.reduction import Plan, Reduction
+from zerostep.shards import Shard
+from zerostep.stats import Clock
+
+__all__ = ["Engine"]
+
+# Updates begin while the last sums are still on their way; where nobody waits for sums, one step is cheapest.
+_MOST_PARTIAL_STEPS = 8
+_BITS = 62
+
+
+class Engine:
+    """One rank's part in the steps of a group of ranks. `reduces` is false where DDP does that."""
+
+    def __init__(
+        self, ranks: Ranks, layout: Layout, params: Sequence[Tensor], settings: Settings, reduces: bool, clock: Clock
+    ) -> None:
+        self.ranks, self.settings, self.clock = ranks, settings, clock
+        self.rank = ranks.shards.rank
+        self.params, self.layout = list(params), layout
+        self._lock = RLock()
+        self._reduces = reduces
+        self._exchange_for: dict[torch.device, Exchange] = {}
+        self._connect()
+        self.shards: dict[int, Shard] = {}
+        self.gathers = Gathers(clock)
+        self._stand_ins: dict[int, ShardedGradient] = {}
+        self._held: set[int] = set()
+        self._norms: tuple[float, dict[int, Tensor]] | None = None
+        self._meeting: Meeting | None = None
+        self._settled = False
+        self.paused = False
+        self.reduction = self._make_reduction()
+
+    def _connect(self) -> None:
+        """Collective: all ranks meet the devices in the order of the buckets."""
+        for bucket in self.layout.buckets:
+            device = self.params[bucket.slots[0].param].device
+            if device not in self._exchange_for:
+                self._exchange_for[device] = connect_exchange(self.ranks.shards, device)
+        first = next(iter(self._exchange_for))
+        same = self.ranks.everyone is self.ranks.shards
+        self._control = self._exchange_for[first] if same else connect_exchange(self.ranks.everyone, first)
+        self._across = self.ranks.across(first)
+
+    def _make_reduction(self) -> Reduction:
+        firsts = [self.params[bucket.slots[0].param] for bucket in self.layout.buckets]
+        wanted = self.settings.reduce_dtype
+        plan = Plan(
+            self.layout,
+            self.rank,
+            self.params,
+            [self._exchange_for[param.device] for param in firsts],
+            [wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts],
+            1.0 / self.ranks.everyone.world_size,
+            self.settings.reduction == "all",
+        )
+        return Reduction(plan, self._across, self.clock)
+
+    def extend(self, layout: Layout, params: Sequence[Tensor]) -> None:
+        """Go on with a layout that has further buckets; collective."""
+        before = self.reduction
+        self.params, self.layout = list(params), layout
+        self._connect()
+        self.reduction = self._make_reduction()
+        self.reduction.adopt(before)
+
+    # ------------------------------------------------------------------ memory
+
+    def bind(self, bucket: int) -> Shard:
+        """Move the parameters of a bucket into one flat tensor, if that has not been done yet."""
+        if bucket not in self.shards:
+            self.shards[bucket] = Shard(self.layout, self.rank, bucket, self.params, self.settings.master_dtype)
+        return self.shards[bucket]
+
+    def follow(self) -> None:
+        """Notice parameters that were bound to other memory, or set."""
+        for shard in self.shards.values():
+            shard.follow()
+
+    # ------------------------------------------------------------------ gradients come
+
+    def arrived(self, index: int) -> None:
+        """Autograd has finished a gradient of a bare module."""
+        with self._lock:
+            if self.paused:
+                return
+            param = self.params[index]
+            grad, held = self._taken(index)
+            if grad is None:
+                return
+            self._settled = False
+            done = self.reduction.arrive(index, grad, held)
+            param.grad = self.stand_in(index)
+            if done and self.settings.reduction == "all":
+                self._hand_out()
+
+    def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
+        """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
+        with self._lock:
+            self._settled = False
+            self.reduction.arrive(index, grad, index in self._held)
+            self._held.discard(index)
+
+    def release_stand_in(self, index: int) -> None:
+        """DDP is about to accumulate: it must find no stand-in, but we remember that there was one."""
+        param = self.params[index]
+        if isinstance(param.grad, ShardedGradient):
+            self._held.add(index)
+            param.grad = None
+
+    def stand_in(self, index: int) -> ShardedGradient:
+        """What stands for a gradient whose parts have gone to their owners."""
+        if index not in self._stand_ins:
+            self._stand_ins[index] = ShardedGradient(self.params[index], index, ref(self))
+        return self._stand_ins[index]
+
+    def place_stand_ins(self) -> None:
+        """Let no one read a gradient that is only this rank's own."""
+        for index in self.reduction.used:
+            self.params[index].grad = self.stand_in(index)
+
+    def _taken(self, index: int) -> tuple[Tensor | None, bool]:
+        grad = self.params[index].grad
+        if isinstance(grad, ShardedGradient):
+            return grad.take_arrived(), True
+        return grad, False
+
+    # ------------------------------------------------------------------ backward is over
+
+    def settle(self) -> None:
+        """End the backward passes of this step, and learn which parameters some rank has used."""
+        with self._lock:
+            if self._settled:
+                return
+            self._norms = None
+            if self._reduces:
+                self._collect()
+                self._meet()
+            else:
+                self._mark_whole()
+            self._settled = True
+
+    def _collect(self) -> None:
+        """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
+        gone = [index for index in self.reduction.used if self.params[index].grad is None and index not in self._held]
+        self.reduction.forget(gone)
+        self._held.clear()
+        if self.settings.reduction == "scatter":
+            for index, param in enumerate(self.params):
+                if param.grad is not None and param.requires_grad:
+                    self.arrived(index)
+        if self.reduction.open or not (self._control.blocks_host or self.reduction.rounds):
+            self.reduction.flush()
+
+    def _meet(self) -> None:
+        count = len(self.params)
+        flags = [index in self.reduction.used for index in range(count)]
+        words = [sum(1 << bit for bit, flag in enumerate(flags[i : i + _BITS]) if flag) for i in range(0, count, _BITS)]
+        with self.clock.phase("meet"):
+            meeting = self._control.meet([self.reduction.rounds, *words])
+        complete = all(flag or not param.requires_grad for flag, param in zip(flags, self.params, strict=True))
+        if complete and self.reduction.rounds:
+            # Whatever the others have used, everything counts. They are heard at the end of the step.
+            self._meeting = meeting if self._control.blocks_host else None
+        else:
+            self._learn(meeting)
+        self.reduction.rounds = 0
+        if self.settings.reduction == "all":
+            self._hand_out()
+            self._mark_whole()
+
+    def _learn(self, meeting: Meeting) -> None:
+        with self.clock.waiting("meet"):
+            rows = meeting.wait()
+        while self.reduction.rounds < max(row[0] for row in rows):
+            self.reduction.flush()
+        for index in range(len(self.params)):
+            if any(row[1 + index // _BITS] >> (index % _BITS) & 1 for row in rows):
+                self.reduction.used.add(index)
+        self.place_stand_ins()
+
+    def hear(self) -> None:
+        """Take note of what the others have told, if nobody has listened yet."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            with self.clock.waiting("meet"):
+                meeting.wait()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        exchanges = {id(exchange): exchange for exchange in [*self._exchange_for.values(), self._control]}
+        found = list(exchanges.values())
+        return sum(exchange.bytes_sent for exchange in found), sum(exchange.bytes_received for exchange in found)
+
+    def finish(self) -> None:
+        """Have all sums of this step."""
+        self.settle()
+        self.reduction.finish()
+        self.reduction.drop_stale()
+
+    # ------------------------------------------------------------------ whole gradients
+
+    def _hand_out(self) -> None:
+        """Where everybody gets all gradients: put them where users look for them."""
+        self.reduction.finish()
+        for index in self.reduction.used:
+            bucket, span = self.layout.place_of(index)
+            if bucket not in self.reduction.kept:
+                continue
+            param = self.params[index]
+            place = self.reduction.kept[bucket][span.start : span.stop]
+            param.grad = place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
+        self.reduction.kept = {}
+
+    def _mark_whole(self) -> None:
+        self.reduction.used = {index for index, param in enumerate(self.params) if param.grad is not None}
+
+    def _owned_gradients(self, bucket: int) -> Tensor:
+        """The owned part of a bucket, from whole gradients."""
+        if self.settings.reduction == "scatter":
+            return self.reduction.kept[bucket]
+        owned = self.layout.buckets[bucket].owned(self.rank)
+        first = self.params[self.layout.buckets[bucket].slots[0].param]
+        found = torch.zeros(owned.length, dtype=first.dtype, device=first.device)
+        for fragment in self.layout.fragments_in(bucket, self.rank):
+            grad = self.params[fragment.param].grad
+            if grad is not None:
+                place = fragment.place.shift(-owned.start)
+                found[place.start : place.stop].copy_(_stretch(grad, self.params[fragment.param], fragment))
+        return found
+
+    # ------------------------------------------------------------------ update and gather
+
+    def update(self, inners: InnerOptimizers) -> None:
+        """Step on the owned parts, bucket by bucket, and send what is new."""
+        buckets = self.used_buckets()
+        iteration = inners.begin()
+        with torch.no_grad():
+            for wave in self._waves(buckets):
+                for bucket in wave:
+                    self.reduction.finish(bucket)
+                self._partial_step(wave, inners, iteration.step)
+                if self.settings.gather == "step":
+                    self.launch(wave)
+            iteration.end()
+            if self.settings.gather == "forward":
+                # The next forward pass needs the first parameters first.
+                self.launch(reversed(buckets))
+
+    def used_buckets(self) -> list[int]:
+        """The buckets in which some rank has used some parameter, the same on all ranks."""
+        return sorted({self.layout.place_of(index)[0] for index in self.reduction.used})
+
+    def launch(self, buckets: Iterable[int]) -> None:
+        """Start sending the owned parts of some buckets."""
+        for bucket in buckets:
+            shard, where = self.shards[bucket], self.layout.buckets[bucket]
+            with self.clock.phase("gather", bucket):
+                exchange = self._exchange_for[shard.memory.device]
+                self.gathers.launched(bucket, exchange.gather(shard.memory, where))
+
+    def _waves(self, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
+        most = _MOST_PARTIAL_STEPS if self._control.blocks_host else 1
+        size = max(1, -(-len(buckets) // most))
+        for start in range(0, len(buckets), size):
+            yield buckets[start : start + size]
+
+    def _partial_step(
+        self, wave: Sequence[int], inners: InnerOptimizers, step: Callable[[Sequence[Leaf]], None]
+    ) -> None:
+        leaves = list[Leaf]()
+        try:
+            for bucket in wave:
+                self.bind(bucket)
+                leaves += self._ready(bucket, inners)
+            with self.clock.phase("update", wave[0]):
+                step(leaves)
+        finally:
+            for leaf in leaves:
+                leaf.tensor.grad = None
+        for bucket in wave:
+            self.shards[bucket].publish()
+            self.shards[bucket].mark_changed()
+
+    def _ready(self, bucket: int, inners: InnerOptimizers) -> list[Leaf]:
+        """The leaves of a bucket that take part, with their gradients."""
+        shard, gradients = self.shards[bucket], self._owned_gradients(bucket)
+        ready = list[Leaf]()
+        for leaf in list(shard.leaves):
+            used = [index in self.reduction.used for index in leaf.params]
+            parts = [leaf]
+            if any(used) and not all(used):
+                parts = shard.split_leaf(leaf)
+                inners.replace(leaf, parts)
+            ready += [part for part in parts if part.params[0] in self.reduction.used]
+        for leaf in ready:
+            leaf.tensor.grad = leaf.view(gradients).to(leaf.tensor.dtype)
+        return ready
+
+    # ------------------------------------------------------------------ what users do to gradients
+
+    def parts(self, params: Iterable[int] | None = None) -> list[Tensor]:
+        """The kept parts of some gradients, or of all; a whole bucket at a time where that is meant."""
+        if params is None:
+            return list(self.reduction.kept.values())
+        if self.settings.reduction == "all":
+            whole = [self.params[index].grad for index in params]
+            return [grad for grad in whole if grad is not None]
+        found = [self._part(fragment) for index in params for fragment in self._fragments(index)]
+        return [part for part in found if part is not None]
+
+    def _fragments(self, index: int) -> list[Fragment]:
+        return [fragment for fragment in self.layout.fragments_of(index) if fragment.rank == self.rank]
+
+    def _part(self, fragment: Fragment) -> Tensor | None:
+        kept = self.reduction.kept.get(fragment.bucket)
+        start = self.layout.buckets[fragment.bucket].owned(self.rank).start
+        return None if kept is None else kept[fragment.place.start - start : fragment.place.stop - start]
+
+    def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
+        """The norm of each whole gradient; all of them are found in one go."""
+        self.finish()
+        if self._norms is None or self._norms[0] != norm_type:
+            used = sorted(self.reduction.used)
+            sums = [clipping.power_sum(self.parts([index]), norm_type) for index in used]
+            scattered = self.settings.reduction == "scatter"
+            totals = clipping.combine(self.ranks.shards, sums, norm_type) if scattered else sums
+            found = {i: self._as_norm(i, clipping.root(x, norm_type)) for i, x in zip(used, totals, strict=True)}
+            self._norms = norm_type, found
+        return [self._norms[1][index] for index in params]
+
+    def _as_norm(self, index: int, value: float) -> Tensor:
+        param = self.params[index]
+        return torch.tensor(value, dtype=param.dtype.to_real(), device=param.device)
+
+    def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
+        """Change the kept parts in place, element by element."""
+        self.finish()
+        self._norms_are_old()
+        with torch.no_grad():
+            for part in self.parts(params):
+                change(part)
+
+    def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
+        """Multiply by `inverse`; all ranks learn whether any has found a number that is not finite."""
+        self.finish()
+        self._norms_are_old()
+        for part in self.parts(params):
+            torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse)
+        self.ranks.shards.start_all_reduce(found_inf).wait()
+        found_inf.clamp_(max=1.0)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        self.finish()
+        self._norms_are_old()
+        parts = self.parts() if self.settings.reduction == "scatter" else self.parts(self.reduction.used)
+        with torch.no_grad():
+            for part in parts:
+                part.mul_(factor)
+
+    def clear(self) -> None:
+        """All gradients were set to zero, and still count."""
+        self.finish()
+        self._norms_are_old()
+        for part in self.parts():
+            part.zero_()
+
+    def forget_all(self) -> None:
+        """All gradients were dropped."""
+        with self._lock:
+            if self.reduction.open:
+                self.reduction.flush()
+            self.reduction.forget()
+            self.reduction.rounds = 0
+            self._held.clear()
+            self._norms_are_old()
+            self._settled = False
+
+    def _norms_are_old(self) -> None:
+        self._norms = None
+
+
+def _stretch(grad: Tensor, param: Tensor, fragment: Fragment) -> Tensor:
+    """A fragment of a whole gradient, in the order of the parameter's memory."""
+    if grad.layout != torch.strided:
+        grad = grad.to_dense()
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param).copy_(grad)
+    return flat_alias(grad)[fragment.part.start : fragment.part.stop]

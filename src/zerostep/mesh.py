@@ -1,0 +1,69 @@
+"""Which ranks share the work: all of a group, or a mesh that shards inside and replicates across."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerostep.transport import NullTransport, Transport, connect
+
+__all__ = ["Ranks", "resolve"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`shards` divide one copy of the state, `replicas` hold the same part of their copies, `everyone` is both."""
+
+    everyone: Transport
+    shards: Transport
+    replicas: Transport
+    group: dist.ProcessGroup | None
+
+    def across(self, device: torch.device) -> _Across:
+        """How this rank's part of a sum becomes the sum over all replicas; a collective."""
+        if isinstance(self.replicas, NullTransport) or self.replicas.stream_ordered(device):
+            return _Across(self.replicas, staged=False)
+        return _Across(self.replicas.companion(), staged=True)
+
+
+@dataclass(frozen=True)
+class _Across:
+    transport: Transport
+    staged: bool
+
+    def __call__(self, part: Tensor) -> Tensor:
+        if isinstance(self.transport, NullTransport) or not part.numel():
+            return part
+        memory = part.cpu() if self.staged else part
+        self.transport.start_all_reduce(memory).wait()
+        return memory.to(part.device)
+
+
+def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device | None) -> Ranks:
+    """The ranks of a process group, of the world, or of a mesh of one or two dimensions: (replicate, shard)."""
+    if not isinstance(given, DeviceMesh):
+        everyone = connect(given, device)
+        return Ranks(everyone, everyone, NullTransport(), given)
+    if given.ndim == 1:
+        return resolve(given.get_group(), device)
+    if given.ndim != 2:
+        raise ValueError(
+            f"a mesh for sharding has one dimension, or two (replicate, shard); this one has {given.ndim}: pass the "
+            "submesh of the data-parallel dimensions"
+        )
+    whole = _whole(given)
+    return Ranks(
+        connect(whole, device), connect(given.get_group(1), device), connect(given.get_group(0), device), whole
+    )
+
+
+def _whole(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """A group of all ranks of a mesh."""
+    if mesh.size() == dist.get_world_size():
+        return None
+    found: dist.ProcessGroup = mesh._flatten().get_group()
+    return found

@@ -1,0 +1,220 @@
+"""Gradients on their way to their owners: what has arrived, what is under way, what is kept.
+
+A *round* is one backward pass. Gradients are copied into the memory of their bucket as they come; a full bucket is
+launched when those before it in layout order are launched too, and not before, because all ranks must launch in one
+order. At most two buckets are under way: launching a third first finishes the oldest, of which only the owned part is
+kept. What is still missing at the end is launched with zeros.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerostep.bucketing import padded_size
+from zerostep.exchange import Exchange, Reducing
+from zerostep.layout import Layout
+from zerostep.stats import Clock
+
+__all__ = ["Plan", "Reduction"]
+
+# Memory at the end of backward is the owned part plus what is under way.
+_UNDER_WAY = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a reduction needs to know: who owns what, how it travels and what each rank's gradient counts."""
+
+    layout: Layout
+    rank: int
+    params: Sequence[Tensor]
+    exchanges: Sequence[Exchange]
+    dtypes: Sequence[torch.dtype]
+    scale: float
+    whole: bool
+
+
+class Reduction:
+    """The gradients of this iteration. `kept` has the owned part of each bucket that was reduced so far.
+
+    With `whole` gradients, `kept` has all of it.
+    """
+
+    def __init__(self, plan: Plan, across: Callable[[Tensor], Tensor], clock: Clock) -> None:
+        self._plan, self._across, self._clock = plan, across, clock
+        self._buffers: dict[int, Tensor] = {}
+        self._filled: set[int] = set()
+        self._stale: set[int] = set()
+        self._trainable: list[bool] = []
+        self._order: list[int] = []
+        self._expected: dict[int, set[int]] = {}
+        self._missing: dict[int, set[int]] = {}
+        self._next = 0
+        self._open = False
+        self._flying: deque[tuple[int, int, Reducing, Tensor]] = deque()
+        self.kept: dict[int, Tensor] = {}
+        self.used: set[int] = set()
+        self.rounds = 0
+
+    # ------------------------------------------------------------------ a round
+
+    def arrive(self, param: int, grad: Tensor | None, held: bool) -> bool:
+        """Take a copy of a gradient; `None` stands for one that this pass did not make.
+
+        `held` tells that it comes on top of what is kept. Returns whether this was the last one of the round.
+        """
+        if param in self._filled:
+            self.flush()
+        self._begin()
+        bucket, _ = self._plan.layout.place_of(param)
+        if bucket not in self._missing:
+            # Its bucket is on its way already: the gradient belongs to a further round.
+            self.flush()
+            self._begin()
+        if grad is not None:
+            self._write(param, bucket, grad)
+            if not held and param in self.used:
+                self._land_earlier_rounds()
+                self._stale.add(param)
+            self.used.add(param)
+        self._filled.add(param)
+        self._missing[bucket].discard(param)
+        return self._launch_full()
+
+    def flush(self) -> None:
+        """End the round: what is missing counts as zero."""
+        self._begin()
+        while self._next < len(self._order):
+            self._launch()
+        self._close()
+
+    def finish(self, bucket: int | None = None) -> None:
+        """Wait until a bucket that is under way is kept; all of them if none is named."""
+        while self._flying and (bucket is None or any(bucket == flying[1] for flying in self._flying)):
+            self._land()
+
+    @property
+    def open(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._open
+
+    def forget(self, params: Sequence[int] | None = None) -> None:
+        """Drop the gradients of some parameters, or of all."""
+        if params is None:
+            self.finish()
+            self.kept, self.used, self._stale = {}, set(), set()
+        else:
+            self._stale.update(set(params) & self.used)
+            self.used.difference_update(params)
+
+    def drop_stale(self) -> None:
+        """Zero what is kept of gradients that were dropped and have not come again."""
+        for bucket, kept in self.kept.items():
+            self._clear_stale(bucket, kept)
+        self._stale = set()
+
+    def adopt(self, before: Reduction) -> None:
+        """Take over what an earlier plan has kept; its buckets are the first of this one."""
+        before.finish()
+        self.kept, self.used, self._stale = before.kept, before.used, before._stale
+
+    # ------------------------------------------------------------------ launching
+
+    def _begin(self) -> None:
+        if self._open:
+            return
+        trainable = [param.requires_grad for param in self._plan.params]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            slots = [[slot.param for slot in bucket.slots] for bucket in self._plan.layout.buckets]
+            expected = {index: {param for param in members if trainable[param]} for index, members in enumerate(slots)}
+            self._expected = {index: members for index, members in expected.items() if members}
+            self._order = list(self._expected)
+        self._missing = {index: set(members) for index, members in self._expected.items()}
+        self._filled, self._next, self._open = set(), 0, True
+
+    def _close(self) -> None:
+        self._open = False
+        self.rounds += 1
+
+    def _launch_full(self) -> bool:
+        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
+            self._launch()
+        done = self._next == len(self._order)
+        if done:
+            self._close()
+        return done
+
+    def _launch(self) -> None:
+        bucket = self._order[self._next]
+        memory = self._memory(bucket)
+        for slot in self._plan.layout.buckets[bucket].slots:
+            if slot.param not in self._filled or slot.param in self._missing[bucket]:
+                memory[slot.span.start : slot.span.stop].zero_()
+        with self._clock.phase("reduce", bucket):
+            reducing = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
+        self._flying.append((self.rounds, bucket, reducing, memory))
+        del self._buffers[bucket], self._missing[bucket]
+        self._next += 1
+        while len(self._flying) > _UNDER_WAY:
+            self._land()
+
+    def _land(self) -> None:
+        _, bucket, reducing, memory = self._flying.popleft()
+        with self._clock.waiting("reduce", bucket):
+            part = self._across(reducing.finish())
+        self._keep(bucket, self._gathered(bucket, part, memory) if self._plan.whole else part)
+
+    def _land_earlier_rounds(self) -> None:
+        while self._flying and self._flying[0][0] != self.rounds:
+            self._land()
+
+    def _gathered(self, bucket: int, part: Tensor, memory: Tensor) -> Tensor:
+        """The whole of a reduced bucket, where everybody wants all gradients."""
+        where = self._plan.layout.buckets[bucket]
+        owned = where.owned(self._plan.rank)
+        memory[owned.start : owned.stop].copy_(part)
+        with self._clock.waiting("gather gradients", bucket):
+            self._plan.exchanges[bucket].gather(memory, where).wait()
+        return memory
+
+    def _keep(self, bucket: int, part: Tensor) -> None:
+        before = None if self._plan.whole else self.kept.get(bucket)
+        if before is None:
+            self.kept[bucket] = part
+        else:
+            self._clear_stale(bucket, before)
+            before.add_(part)
+        self._stale.difference_update(slot.param for slot in self._plan.layout.buckets[bucket].slots)
+
+    # ------------------------------------------------------------------ memory
+
+    def _memory(self, bucket: int) -> Tensor:
+        if bucket not in self._buffers:
+            where = self._plan.layout.buckets[bucket]
+            device = self._plan.params[where.slots[0].param].device
+            self._buffers[bucket] = torch.empty(padded_size(where), dtype=self._plan.dtypes[bucket], device=device)
+        return self._buffers[bucket]
+
+    def _write(self, param: int, bucket: int, grad: Tensor) -> None:
+        _, span = self._plan.layout.place_of(param)
+        place = self._memory(bucket)[span.start : span.stop]
+        like = self._plan.params[param]
+        view = place.as_strided(like.shape, like.stride(), place.storage_offset())
+        dense = grad.detach().to_dense() if grad.layout != torch.strided else grad.detach()
+        if dense.dtype == view.dtype:
+            torch.mul(dense, self._plan.scale, out=view)
+        else:
+            view.copy_(dense).mul_(self._plan.scale)
+
+    def _clear_stale(self, bucket: int, kept: Tensor) -> None:
+        start = self._plan.layout.buckets[bucket].owned(self._plan.rank).start
+        if self._stale:
+            for fragment in self._plan.layout.fragments_in(bucket, self._plan.rank):
+                if fragment.param in self._stale:
+                    kept[fragment.place.start - start : fragment.place.stop - start].zero_()

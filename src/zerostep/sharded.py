@@ -1,0 +1,484 @@
+"""`ShardedOptimizer`: the native face of the engine. Gradients and optimizer state are sharded, by element if possible.
+
+Each rank sums the gradients of the elements it owns while backward still runs, updates those elements in `step()`, and
+sends them to everyone, at the end of the step or behind the next forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zerostep import clipping, stream
+from zerostep.agreement import Record, agreed, records_of
+from zerostep.blueprint import Blueprint, Settings
+from zerostep.bucketing import extend
+from zerostep.checkpoint.consolidate import StateDict, pack_groups
+from zerostep.checkpoint.fragments import assemble, entries, entry_for, fits_one_leaf
+from zerostep.checkpoint.restore import validate
+from zerostep.engine import Engine
+from zerostep.gathering import ForwardHooks
+from zerostep.groups import Group, all_params, normalise, options, refuse_sparse
+from zerostep.inners import InnerOptimizers, OptimizerClass, class_of
+from zerostep.leaves import Leaf, view_state
+from zerostep.mesh import Ranks, resolve
+from zerostep.objects import gather_object
+from zerostep.stats import Clock, Stats
+from zerostep.watching import Autograd, Ddp, Nobody, Watch
+
+__all__ = ["ShardedOptimizer"]
+
+logger = logging.getLogger("zerostep")
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer whose gradients and state are divided among the ranks of a process group.
+
+    Arguments:
+        model: the module to train. A bare module's parameters and buffers are broadcast from rank 0, its gradients are
+            summed by this optimizer as backward makes them, and dropped. A module in `DistributedDataParallel` keeps
+            its own memory for gradients; this optimizer becomes its communication hook.
+        optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
+        params: tensors, (name, tensor) pairs or parameter groups; all named parameters of `model` if not given. A group
+            may name an `"optimizer_class"` of its own; `defaults` are then not for it.
+        process_group: the ranks to divide everything among: a process group, or a mesh of one dimension, or of two to
+            replicate across the first and shard inside the second. The module's own group or the world if not given.
+        partition: `"elements"` cuts parameters anywhere, `"parameters"` never; `"auto"` cuts where the optimizer class
+            treats each element by itself, which is known of torch's own classes and found out about others.
+        reduction: `"scatter"` sums each gradient for its owners alone; `"all"` gives all gradients to all ranks, in
+            `.grad`, with DDP's own sums where the module is wrapped in DDP.
+        gather: `"step"` waits for the new parameters at the end of `step()`; `"forward"` when the next forward pass
+            needs them. Call `synchronize()` before you read parameters in any other way.
+        master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
+        reduce_dtype: sum gradients in this dtype.
+        bucket_mb: about how many megabytes travel together.
+        **defaults: options for the inner optimizer.
+
+    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
+    collective: all ranks call them.
+    """
+
+    _engine: Engine | None = None
+    _inners: InnerOptimizers
+
+    def __init__(  # noqa: PLR0913
+        self,
+        model: nn.Module,
+        optimizer_class: OptimizerClass,
+        params: Any = None,
+        *,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        partition: Literal["auto", "elements", "parameters"] = "auto",
+        reduction: Literal["scatter", "all"] = "scatter",
+        gather: Literal["step", "forward"] = "step",
+        master_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        bucket_mb: float = 5.0,
+        **defaults: Any,
+    ) -> None:
+        self._model, self._ddp = _unwrapped(model)
+        settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
+        self._blueprint = Blueprint(optimizer_class, defaults, settings)
+        self._clock, self._steps = Clock(), 0
+        self._broken: str | None = None
+        self._consolidated: list[Any] = []
+        self._has_state = False
+        wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
+        self._ranks: Ranks = resolve(wanted, _first_device(self._model))
+        self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
+        self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
+        with agreed(self._ranks.everyone) as statement:
+            self._build(params)
+            statement.records = self._records()
+        self._start()
+
+    # ------------------------------------------------------------------ construction
+
+    def _build(self, params: Any) -> None:
+        """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
+        self._blueprint.settings.check()
+        given = normalise(list(self._model.named_parameters()) if params is None else params)
+        super().__init__([self._blueprint.complete(group) for group in given], {})
+        self._check_params()
+        self._layout = self._blueprint.plan(self.param_groups, self.world_size)
+
+    def _check_params(self) -> None:
+        refuse_sparse(self._all_params)
+        if self._ddp is None or self._blueprint.settings.reduction == "all":
+            return
+        known = set(map(id, self._all_params))
+        trained = [(name, param) for name, param in self._model.named_parameters() if param.requires_grad]
+        foreign = [name for name, param in trained if id(param) not in known]
+        if foreign:
+            raise ValueError(
+                f"the DDP module trains {foreign[0]!r}, which this optimizer does not hold, so nobody would reduce its "
+                'gradient: pass all trainable parameters, freeze it, or use reduction="all"'
+            )
+
+    def _records(self) -> list[Record]:
+        common = self._blueprint.common
+        classes = [getattr(class_of(group, common), "__qualname__", "another") for group in self.param_groups]
+        wrapped = "wrapped in DDP" if self._ddp is not None else "bare"
+        return [
+            *records_of(self.param_groups, self._layout.params, common, with_strides=True),
+            Record("the optimizer classes of the groups", ", ".join(classes)),
+            Record("the settings", f"{self._blueprint.settings}, {wrapped}"),
+            Record("the layout", self._layout.digest()),
+        ]
+
+    def _start(self) -> None:
+        """All ranks agree: take over the parameters."""
+        settings, params = self._blueprint.settings, self._all_params
+        reduces = self._ddp is None or settings.reduction == "scatter"
+        if self._ddp is None:
+            self._broadcast()
+        self._engine = Engine(self._ranks, self._layout, params, settings, reduces, self._clock)
+        self._kinds = [(param.shape, param.dtype, param.device) for param in params]
+        members = self._bind_trainable()
+        self._inners = InnerOptimizers(self.param_groups, members, self._blueprint.common, self._blueprint.defaults)
+        self.defaults = self._inners.defaults
+        self._watch: Watch = self._make_watch(self._engine, reduces)
+        self._watch.extend(params)
+        self._forward_hooks = self._make_forward_hooks() if settings.gather == "forward" else None
+
+    def _broadcast(self) -> None:
+        """What rank 0 has, everyone has: parameters and buffers."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        known = set(map(id, tensors))
+        tensors += [param for param in self._all_params if id(param) not in known]
+        with torch.no_grad():
+            for transport in (self._ranks.replicas, self._ranks.shards):
+                stream.broadcast(transport, [tensor.detach() for tensor in tensors], 0)
+
+    def _bind_trainable(self) -> list[list[Tensor]]:
+        """Move parameters that are trainable, and were not before, into flat memory; the new leaves of each group."""
+        engine, found = self._running, [list[Tensor]() for _ in self.param_groups]
+        for index, bucket in enumerate(engine.layout.buckets):
+            if index not in engine.shards and any(engine.params[slot.param].requires_grad for slot in bucket.slots):
+                for leaf in engine.bind(index).leaves:
+                    found[leaf.group].append(leaf.tensor)
+        return found
+
+    def _make_watch(self, engine: Engine, reduces: bool) -> Watch:
+        if self._ddp is None:
+            return Autograd(engine)
+        return Ddp(self._ddp, engine) if reduces else Nobody()
+
+    def _make_forward_hooks(self) -> ForwardHooks:
+        engine = self._running
+        buckets = {param: engine.layout.place_of(index)[0] for index, param in enumerate(engine.params)}
+        return ForwardHooks(self._model, buckets, engine.gathers.wait)
+
+    @property
+    def _running(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return all_params(self.param_groups)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, on all ranks; what was there before stays where it is."""
+        if self._engine is None:
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups), self._layout
+        try:
+            with agreed(self._ranks.everyone) as statement:
+                self._append(param_group)
+                statement.records = self._records()
+        except Exception:
+            del self.param_groups[before[0] :]
+            self._layout = before[1]
+            raise
+        self._take_over_last()
+
+    def _append(self, param_group: Group) -> None:
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
+        number, count = len(self.param_groups), len(self._all_params)
+        complete = self._blueprint.complete(normalise([param_group])[0])
+        defaults, self.defaults = self.defaults, {}  # the group is complete; another class's options are not for it
+        try:
+            super().add_param_group(complete)
+        finally:
+            self.defaults = defaults
+        self._check_params()
+        further = self._blueprint.plan(self.param_groups[-1:], self.world_size, number, count)
+        self._layout = extend(self._layout, further)
+
+    def _take_over_last(self) -> None:
+        engine, params = self._running, self._all_params
+        self.synchronize()
+        engine.extend(self._layout, params)
+        self._kinds = [(param.shape, param.dtype, param.device) for param in params]
+        if self._ddp is None:
+            with torch.no_grad():
+                for transport in (self._ranks.replicas, self._ranks.shards):
+                    stream.broadcast(transport, [param.detach() for param in self.param_groups[-1]["params"]], 0)
+        self._inners.add(self.param_groups[-1], self._bind_trainable()[-1])
+        self._watch.extend(params)
+        if self._forward_hooks is not None:
+            self._forward_hooks.remove()
+            self._forward_hooks = self._make_forward_hooks()
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the owned elements with the sums of all ranks' gradients, and send them to everyone.
+
+        A closure is evaluated once, first; returns what it returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_usable()
+        self._follow()
+        with self._failing_together():
+            self._running.settle()
+            self._running.update(self._inners)
+        self._conclude()
+        return loss
+
+    def _follow(self) -> None:
+        """Notice what the user did to the parameters since the last step."""
+        engine = self._running
+        self.synchronize()
+        for index, (param, kind) in enumerate(zip(engine.params, self._kinds, strict=True)):
+            if (param.shape, param.dtype, param.device) != kind:
+                raise ValueError(
+                    f"parameter {self._layout.params[index].name!r} was {kind[1]} of shape {tuple(kind[0])} on "
+                    f"{kind[2]}, and is now {param.dtype} of shape {tuple(param.shape)} on {param.device}: build the "
+                    "optimizer after the model has its final shapes, dtype and device"
+                )
+        engine.follow()
+        for group, leaves in enumerate(self._bind_trainable()):
+            self._inners.extend(group, leaves)
+        self._watch.extend(engine.params)
+        self._inners.push(self.param_groups)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """An error on one rank ends the step of all."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {error}"
+            raise
+
+    def _conclude(self) -> None:
+        engine = self._running
+        engine.hear()
+        if self._blueprint.settings.gather == "step":
+            self.synchronize()
+        self._inners.pull(self.param_groups)
+        self._steps += 1
+        self._has_state = True
+
+    def synchronize(self) -> None:
+        """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
+        self._running.gathers.wait()
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
+                "the model's and this optimizer's, on all ranks before going on"
+            )
+
+    # ------------------------------------------------------------------ gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those that were reduced too."""
+        engine = self._running
+        if set_to_none or self._blueprint.settings.reduction == "all":
+            engine.forget_all()
+            super().zero_grad(set_to_none)
+        else:
+            engine.clear()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
+        return self._ddp.no_sync() if self._ddp is not None else self._paused()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        engine = self._running
+        before, engine.paused = engine.paused, True
+        try:
+            yield
+        finally:
+            engine.paused = before
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients together, as torch would find it on whole gradients; the same on all ranks."""
+        engine, kind = self._running, float(norm_type)
+        engine.finish()
+        if self._blueprint.settings.reduction == "all":
+            grads = [param.grad for param in engine.params if param.grad is not None]
+            total = clipping.power_sum(grads, kind)
+        else:
+            (total,) = clipping.combine(self._ranks.shards, [clipping.power_sum(engine.parts(), kind)], kind)
+        return torch.tensor(clipping.root(total, kind), device=engine.params[0].device)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm they had."""
+        total = self.grad_norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(total.item()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of all gradients is {total.item()}, which cannot be clipped: look for "
+                "the rank whose loss is not finite, or pass error_if_nonfinite=False"
+            )
+        factor = min(1.0, float(max_norm) / (total.item() + 1e-6)) if math.isfinite(total.item()) else (
+            float(max_norm) / (total.item() + 1e-6)
+        )  # fmt: skip
+        if factor != 1.0:
+            self._running.scale(factor)
+        return total
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def state(self) -> Any:
+        """The live state of this rank's fragments, keyed by the user's parameters.
+
+        What is shaped like the parameter is a flat view of the owned elements where a parameter may be cut.
+        """
+        if self._engine is None:
+            return {}
+        found: dict[Tensor, Any] = {}
+        for leaf, entry in self._leaf_states():
+            for fragment in leaf.fragments:
+                found[self._engine.params[fragment.param]] = view_state(entry, leaf, fragment)
+        return found
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        pass  # torch sets an empty one before anything exists
+
+    def _leaf_states(self) -> Iterator[tuple[Leaf, dict[str, Any]]]:
+        for shard in self._running.shards.values():
+            for leaf in shard.leaves:
+                entry = self._inners.state(leaf)
+                if entry:
+                    yield leaf, entry
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`."""
+        self._check_usable()
+        if not isinstance(to, int) or not 0 <= to < self.world_size:
+            raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
+        self._consolidated = []
+        make = lambda: entries(self._leaf_states(), self._layout)  # noqa: E731
+        self._consolidated = gather_object(self._ranks.shards, make, to)
+
+    def release_state_dict(self) -> None:
+        """Free the consolidated state that this rank may hold."""
+        self._consolidated = []
+
+    def state_dict(self) -> StateDict:
+        """The whole state in `torch.optim`'s own format, on the recipient of the latest consolidation.
+
+        Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
+        """
+        self._check_usable()
+        if not self._consolidated and self._has_state:
+            raise RuntimeError(
+                f"the optimizer state has not been consolidated on this rank: call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+            )
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        groups = [
+            {k: v for k, v in group.items() if k != "optimizer_class"} for group in pack_groups(self.param_groups)
+        ]
+        found = {"state": assemble(self._consolidated, self._running.params), "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, found)
+            found = found if replaced is None else replaced
+        return found
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take this rank's fragments of a full state dict, whatever optimizer or world size it comes from.
+
+        Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was.
+        """
+        found = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, found)
+            found = found if replaced is None else replaced
+        kinds = [self._inners.of(group) for group in range(len(self.param_groups))]
+        numbers = validate(found, self.param_groups, kinds, {})
+        saved = {numbers[key]: dict(entry) for key, entry in found["state"].items() if key in numbers}
+        self._load_leaves(saved, found["param_groups"])
+        self._inners.pull(self.param_groups)
+        self._has_state, self._consolidated, self._broken = bool(saved), [], None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_leaves(self, saved: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        engine, chosen = self._running, dict[Tensor, dict[str, Any]]()
+        for shard in engine.shards.values():
+            for leaf in list(shard.leaves):
+                parts = [leaf]
+                if not fits_one_leaf(leaf, saved):
+                    parts = shard.split_leaf(leaf)
+                    self._inners.replace(leaf, parts)
+                for part in parts:
+                    first = part.params[0]
+                    if first in saved:
+                        cut = self._layout.params[first].splittable
+                        chosen[part.tensor] = entry_for(part, saved, engine.params) if cut else saved[first]
+        self._inners.load(chosen, [options(dict(group)) for group in groups])
+
+    # ------------------------------------------------------------------ about itself
+
+    def stats(self) -> Stats:
+        """Bytes moved, time waited and how even the shares are, since the optimizer was built; local."""
+        engine, layout = self._running, self._layout
+        loads = [layout.load(rank) for rank in range(self.world_size)]
+        sent, received = engine.traffic()
+        return Stats(
+            steps=self._steps,
+            rank=self.rank,
+            world_size=self.world_size,
+            buckets=len(layout.buckets),
+            elements=sum(loads),
+            owned_elements=loads[self.rank],
+            imbalance=max(loads) * self.world_size / max(1, sum(loads)),
+            bytes_sent=sent,
+            bytes_received=received,
+            wait_seconds=dict(self._clock.waited),
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer cannot be copied or pickled: it belongs to a process group and to this rank's "
+            "parameters. Build a new one and pass state_dict() to its load_state_dict()"
+        )
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The module that holds the parameters, and DDP's wrapper around it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    found = getattr(model, "_orig_mod", model)  # what torch.compile returns
+    if isinstance(found, DistributedDataParallel):
+        return found.module, found
+    return found, None
+
+
+def _first_device(model: nn.Module) -> torch.device | None:
+    return next((param.device for param in model.parameters()), None)

@@ -1,0 +1,58 @@
+"""What a sharded optimizer tells about itself: bytes moved, time spent waiting, how even the shares are."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch.profiler import record_function
+
+__all__ = ["Clock", "Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Totals since the optimizer was built.
+
+    `wait_seconds` counts, by phase, the time for which this rank's host stood still for others: communication that
+    was not hidden. On a backend that works in stream order the host never waits, and a profiler tells more.
+    """
+
+    steps: int
+    rank: int
+    world_size: int
+    buckets: int
+    elements: int
+    owned_elements: int
+    imbalance: float
+    bytes_sent: int
+    bytes_received: int
+    wait_seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Clock:
+    """Names the phases of a step for profilers, and counts the time spent waiting in each."""
+
+    def __init__(self) -> None:
+        self.waited: Counter[str] = Counter()
+
+    @contextmanager
+    def phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
+        """A range in a profile."""
+        with record_function(_title(name, bucket)):
+            yield
+
+    @contextmanager
+    def waiting(self, name: str, bucket: int | None = None) -> Iterator[None]:
+        """A range in a profile in which the host waits."""
+        start = time.perf_counter()
+        with record_function(f"{_title(name, bucket)} wait"):
+            yield
+        self.waited[name] += time.perf_counter() - start  # type: ignore[assignment]
+
+
+def _title(name: str, bucket: int | None) -> str:
+    return f"zerostep/{name}" if bucket is None else f"zerostep/{name} bucket {bucket}"
