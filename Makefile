@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests benchmarks
 
-.PHONY: help demo test lint format bench bench-overlap clean
+.PHONY: help demo test lint format bench bench-overlap bench-sharded clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
@@ -13,6 +13,7 @@ help:
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench   step time and consolidation against torch's own optimizer, in one run"
 	@echo "make bench-overlap   the step inside backward on a shaped network (root and iproute2)"
+	@echo "make bench-sharded   the training step against every peer on a shaped network (root and iproute2)"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +41,13 @@ bench: $(VENV)/installed
 
 bench-overlap: $(VENV)/installed
 	$(BIN)/python -m benchmarks.overlap --network shaped
+
+$(VENV)/peers: $(VENV)/installed
+	DS_BUILD_OPS=0 $(PIP) -e ".[bench]"
+	@touch $@
+
+bench-sharded: $(VENV)/peers
+	$(BIN)/python -m benchmarks.sharded --network shaped --ranks 2,4
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,8 +27,12 @@ def judge(bar: Bar, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
     verdict = "met" if ours.median <= allowed else "NOT met"
     if ours.median > allowed >= ours.quartiles[0]:
         verdict = "NOT met by the median, though the bar lies within the quartiles"
-    text = f"{bar.measure} of '{bar.variant}' takes at most {bar.limit} of '{bar.peer}'"
+    text = f"{bar.measure} of '{bar.variant}' takes at most {_shown(bar.limit)} of '{bar.peer}'"
     return {"measure": bar.measure, "bar": text, "ratio": ours.median / peer.median, "verdict": verdict}
+
+
+def _shown(limit: Fraction) -> str:
+    return f"{float(limit):g}" if 100 % limit.denominator == 0 else str(limit)
 
 
 def bar_lines(bars: Iterable[Mapping[str, Any]]) -> str:

@@ -5,11 +5,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 Probe = Callable[[], object]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,20 @@ class Timing:
 
 
 def interleave(probes: Mapping[str, Probe], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Time every probe once per round, after a barrier; collective. Returns the slowest rank's seconds per round.
+    """Time every probe once per round, after a barrier; collective. Returns the slowest rank's seconds per round."""
+    return rotate({name: partial(timed, probe) for name, probe in probes.items()}, rounds, warmup)
 
-    Each round starts with another probe, so that none always follows the same neighbour.
+
+def rotate(clocks: Mapping[str, Clock], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Read every clock once per round; collective. Returns the slowest rank's seconds per round.
+
+    Each round starts with another clock, so that none always follows the same neighbour.
     """
-    names = list(probes)
+    names = list(clocks)
     local: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            local[name].append(timed(probes[name]))
+            local[name].append(clocks[name]())
     return {name: slowest(seconds[warmup:]) for name, seconds in local.items()}
 
 
@@ -55,6 +62,25 @@ def timed(probe: Probe) -> float:
     elapsed = time.perf_counter() - start
     gc.enable()
     return elapsed
+
+
+def steady(step: Probe, settle: Probe, steps: int) -> float:
+    """Seconds per step of ``steps`` in a row on this rank, as in the middle of a long run.
+
+    A step may leave work under way for the next to wait for. So one step goes before those that are timed, and nothing
+    waits at the end of the time: what the first inherits stands for what the last leaves.
+    """
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    step()
+    start = time.perf_counter()  # no barrier here: work under way would go on behind it, for nothing
+    for _ in range(steps):
+        step()
+    elapsed = time.perf_counter() - start
+    settle()
+    gc.enable()
+    return elapsed / steps
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

@@ -63,7 +63,7 @@ class Blueprint:
             raise TypeError(f"optimizer_class must be an optimizer class, got {kind!r}")
         trial = InnerOptimizers([found], [found["params"]], self.common, self.defaults)
         trial.pull([found])
-        if not is_separable(kind, own_options(found)):
+        if not is_separable(kind, self._constructor(kind), own_options(found)):
             raise ValueError(
                 f"{getattr(kind, '__name__', kind)} looks at all parameters at once, so its work cannot be divided "
                 "among ranks with the same result: use it without sharding"
@@ -90,5 +90,9 @@ class Blueprint:
 
     def _splits(self, kind: OptimizerClass, options: Group) -> bool:
         if self.settings.partition == "auto":
-            return is_elementwise(kind, options)
+            return is_elementwise(kind, self._constructor(kind), options)
         return self.settings.partition == "elements"
+
+    def _constructor(self, kind: OptimizerClass) -> Mapping[str, Any]:
+        """What the constructor of a class is given beside its groups."""
+        return self.defaults if kind is self.common else {}

@@ -9,7 +9,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from zerostep.transport import Transport
+from zerostep.exchange import Exchange
 
 __all__ = ["combine", "power_sum", "root"]
 
@@ -30,10 +30,10 @@ def power_sum(parts: Iterable[Tensor], norm_type: float) -> float:
     return math.fsum(norm**norm_type for norm in found) if all(map(math.isfinite, found)) else sum(found)
 
 
-def combine(transport: Transport, sums: Sequence[float], norm_type: float) -> list[float]:
-    """What all ranks contribute, the same number on every rank: one small collective."""
+def combine(exchange: Exchange, sums: Sequence[float], norm_type: float) -> list[float]:
+    """What all ranks contribute, the same numbers on every rank: one small collective."""
     words = [unpack("<q", pack("<d", value))[0] for value in sums]
-    rows = [[unpack("<d", pack("<q", word))[0] for word in row] for row in transport.all_gather_ints(words)]
+    rows = [[unpack("<d", pack("<q", word))[0] for word in row] for row in exchange.meet(words).wait()]
     if math.isinf(norm_type):
         return [_extreme(column, norm_type) for column in zip(*rows, strict=True)]
     return [sum(column) for column in zip(*rows, strict=True)]

@@ -11,6 +11,7 @@ gather   the new parameters go to everyone; waited for at the end of the step or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from zerostep import clipping
 from zerostep.blueprint import Settings
+from zerostep.bucketing import padded_size
 from zerostep.buffers import flat_alias
 from zerostep.exchange import Exchange, Meeting
 from zerostep.exchange import connect as connect_exchange
@@ -32,6 +34,7 @@ from zerostep.mesh import Ranks
 from zerostep.reduction import Plan, Reduction
 from zerostep.shards import Shard
 from zerostep.stats import Clock
+from zerostep.verification import Witness
 
 __all__ = ["Engine"]
 
@@ -49,7 +52,7 @@ class Engine:
         self.ranks, self.settings, self.clock = ranks, settings, clock
         self.rank = ranks.shards.rank
         self.params, self.layout = list(params), layout
-        self._lock = RLock()
+        self.lock = self._lock = RLock()
         self._reduces = reduces
         self._exchange_for: dict[torch.device, Exchange] = {}
         self._connect()
@@ -59,8 +62,13 @@ class Engine:
         self._held: set[int] = set()
         self._norms: tuple[float, dict[int, Tensor]] | None = None
         self._meeting: Meeting | None = None
+        self._verdict: Meeting | None = None
+        self.trouble: Exception | None = None
+        self.on_backward: Callable[[bool], None] | None = None
+        self.joining = False
         self._settled = False
         self.paused = False
+        self.witness: Witness | None = None
         self.reduction = self._make_reduction()
 
     def _connect(self) -> None:
@@ -71,7 +79,8 @@ class Engine:
                 self._exchange_for[device] = connect_exchange(self.ranks.shards, device)
         first = next(iter(self._exchange_for))
         same = self.ranks.everyone is self.ranks.shards
-        self._control = self._exchange_for[first] if same else connect_exchange(self.ranks.everyone, first)
+        self._shared = self._exchange_for[first]
+        self._control = self._shared if same else connect_exchange(self.ranks.everyone, first)
         self._across = self.ranks.across(first)
 
     def _make_reduction(self) -> Reduction:
@@ -86,7 +95,11 @@ class Engine:
             1.0 / self.ranks.everyone.world_size,
             self.settings.reduction == "all",
         )
-        return Reduction(plan, self._across, self.clock)
+        return Reduction(plan, self._across, self.clock, self._begin_backward)
+
+    def _begin_backward(self) -> None:
+        if self.on_backward is not None:
+            self.on_backward(not self.reduction.kept)
 
     def extend(self, layout: Layout, params: Sequence[Tensor]) -> None:
         """Go on with a layout that has further buckets; collective."""
@@ -113,25 +126,46 @@ class Engine:
 
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module."""
-        with self._lock:
+        with self._lock, self._noting_trouble():
             if self.paused:
                 return
-            param = self.params[index]
             grad, held = self._taken(index)
             if grad is None:
                 return
             self._settled = False
+            if self.witness is not None:
+                self.witness.note(index, grad, held)
             done = self.reduction.arrive(index, grad, held)
-            param.grad = self.stand_in(index)
+            self.params[index].grad = self.stand_in(index)
             if done and self.settings.reduction == "all":
                 self._hand_out()
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
-        with self._lock:
+        with self._lock, self._noting_trouble():
             self._settled = False
+            if self.witness is not None and grad is not None:
+                self.witness.note(index, grad, index in self._held)
             self.reduction.arrive(index, grad, index in self._held)
             self._held.discard(index)
+
+    def shadow_backward(self, fresh: bool) -> None:
+        """Take part in a backward pass of others, with zeros; `fresh` if they have no gradients to add to."""
+        with self._lock, self._noting_trouble():
+            if fresh:
+                self.forget_all()
+            self._settled = False
+            self.reduction.flush()
+            self.reduction.finish()
+
+    @contextmanager
+    def _noting_trouble(self) -> Iterator[None]:
+        """After an error on the way nobody knows what the others have got."""
+        try:
+            yield
+        except Exception as error:
+            self.trouble = error
+            raise
 
     def release_stand_in(self, index: int) -> None:
         """DDP is about to accumulate: it must find no stand-in, but we remember that there was one."""
@@ -171,11 +205,16 @@ class Engine:
             else:
                 self._mark_whole()
             self._settled = True
+            if self.witness is not None and self._reduces:
+                self.witness.check_sums(self.whole_gradients())
 
     def _collect(self) -> None:
         """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
         gone = [index for index in self.reduction.used if self.params[index].grad is None and index not in self._held]
-        self.reduction.forget(gone)
+        if gone:
+            self.reduction.finish()
+            self.reduction.forget(gone)
+            self.reduction.drop_stale()
         self._held.clear()
         if self.settings.reduction == "scatter":
             for index, param in enumerate(self.params):
@@ -218,6 +257,11 @@ class Engine:
             with self.clock.waiting("meet"):
                 meeting.wait()
 
+    @property
+    def blocks_host(self) -> bool:
+        """Whether ranks wait for each other on the host."""
+        return self._control.blocks_host
+
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         exchanges = {id(exchange): exchange for exchange in [*self._exchange_for.values(), self._control]}
@@ -228,7 +272,6 @@ class Engine:
         """Have all sums of this step."""
         self.settle()
         self.reduction.finish()
-        self.reduction.drop_stale()
 
     # ------------------------------------------------------------------ whole gradients
 
@@ -261,23 +304,59 @@ class Engine:
                 found[place.start : place.stop].copy_(_stretch(grad, self.params[fragment.param], fragment))
         return found
 
+    def whole_gradients(self) -> dict[int, Tensor]:
+        """The sums of all used parameters, brought together on every rank; for proofs, not for training."""
+        if self.settings.reduction == "all":
+            return {index: _filled(self.params[index]) for index in self.reduction.used}
+        self.reduction.finish()
+        found: dict[int, Tensor] = {}
+        for bucket in self.used_buckets():
+            where, kept = self.layout.buckets[bucket], self.reduction.kept[bucket]
+            memory = kept.new_zeros(padded_size(where))
+            owned = where.owned(self.rank)
+            memory[owned.start : owned.stop].copy_(kept)
+            self._exchange_for[memory.device].gather(memory, where).wait()
+            for slot in where.slots:
+                like, place = self.params[slot.param], memory[slot.span.start : slot.span.stop]
+                found[slot.param] = place.as_strided(like.shape, like.stride(), place.storage_offset())
+        return {index: found[index] for index in self.reduction.used}
+
     # ------------------------------------------------------------------ update and gather
 
     def update(self, inners: InnerOptimizers) -> None:
-        """Step on the owned parts, bucket by bucket, and send what is new."""
-        buckets = self.used_buckets()
+        """Step on the owned parts, bucket by bucket, and send what is new.
+
+        If that fails on this rank, what is owned is sent as it is: the others wait for it, and are told afterwards.
+        """
+        buckets, failure = self.used_buckets(), None
         iteration = inners.begin()
         with torch.no_grad():
             for wave in self._waves(buckets):
                 for bucket in wave:
                     self.reduction.finish(bucket)
-                self._partial_step(wave, inners, iteration.step)
+                try:
+                    if failure is None:
+                        self._partial_step(wave, inners, iteration.step)
+                except Exception as error:
+                    failure = error
                 if self.settings.gather == "step":
                     self.launch(wave)
-            iteration.end()
-            if self.settings.gather == "forward":
-                # The next forward pass needs the first parameters first.
-                self.launch(reversed(buckets))
+        iteration.end()
+        self._verdict = self._control.meet([failure is not None]) if self._control.blocks_host else None
+        if self.settings.gather == "forward":
+            # The next forward pass needs the first parameters first.
+            self.launch(reversed(buckets))
+        if failure is not None:
+            self.gathers.wait()
+            raise failure
+
+    def failed(self) -> list[int]:
+        """The ranks whose last update failed."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None:
+            return []
+        with self.clock.waiting("meet"):
+            return [rank for rank, row in enumerate(verdict.wait()) if row[0]]
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter, the same on all ranks."""
@@ -349,14 +428,30 @@ class Engine:
         start = self.layout.buckets[fragment.bucket].owned(self.rank).start
         return None if kept is None else kept[fragment.place.start - start : fragment.place.stop - start]
 
+    def total_norm(self, norm_type: float) -> float:
+        """The norm of all gradients together, the same on all ranks."""
+        self.finish()
+        if self.settings.reduction == "all":
+            return clipping.root(clipping.power_sum(self.parts(self.reduction.used), norm_type), norm_type)
+        mine = clipping.power_sum(self.parts(), norm_type)
+        return clipping.root(clipping.combine(self._shared, [mine], norm_type)[0], norm_type)
+
+    def _refuse_in_join(self) -> None:
+        if self.joining and self.settings.reduction == "scatter":
+            raise RuntimeError(
+                "inside Join, ranks without inputs hold gradients too, and cannot follow what is done to .grad: use "
+                "the optimizer's own clip_grad_norm_() and grad_norm()"
+            )
+
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
         """The norm of each whole gradient; all of them are found in one go."""
+        self._refuse_in_join()
         self.finish()
         if self._norms is None or self._norms[0] != norm_type:
             used = sorted(self.reduction.used)
             sums = [clipping.power_sum(self.parts([index]), norm_type) for index in used]
             scattered = self.settings.reduction == "scatter"
-            totals = clipping.combine(self.ranks.shards, sums, norm_type) if scattered else sums
+            totals = clipping.combine(self._shared, sums, norm_type) if scattered else sums
             found = {i: self._as_norm(i, clipping.root(x, norm_type)) for i, x in zip(used, totals, strict=True)}
             self._norms = norm_type, found
         return [self._norms[1][index] for index in params]
@@ -367,6 +462,7 @@ class Engine:
 
     def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
         """Change the kept parts in place, element by element."""
+        self._refuse_in_join()
         self.finish()
         self._norms_are_old()
         with torch.no_grad():
@@ -375,6 +471,7 @@ class Engine:
 
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply by `inverse`; all ranks learn whether any has found a number that is not finite."""
+        self._refuse_in_join()
         self.finish()
         self._norms_are_old()
         for part in self.parts(params):
@@ -405,12 +502,18 @@ class Engine:
                 self.reduction.flush()
             self.reduction.forget()
             self.reduction.rounds = 0
+            if self.witness is not None:
+                self.witness.forget()
             self._held.clear()
             self._norms_are_old()
             self._settled = False
 
     def _norms_are_old(self) -> None:
         self._norms = None
+
+
+def _filled(param: Tensor) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
 
 
 def _stretch(grad: Tensor, param: Tensor, fragment: Fragment) -> Tensor:

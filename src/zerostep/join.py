@@ -35,7 +35,7 @@ from zerostep.transport import Transport
 if TYPE_CHECKING:
     from zerostep.zero import ZeroRedundancyOptimizer
 
-__all__ = ["ShadowHook", "UnevenInputs"]
+__all__ = ["ShadowHook", "UnevenInputs", "gradients", "on_device", "portable"]
 
 _LIVE, _JOINED, _JOINED_WITH_GRADIENTS, _LEFT = 0, 1, 2, 3
 
@@ -84,7 +84,7 @@ class UnevenInputs:
             return
         loan = receive_object(self.companion, words.index(_LIVE))
         copy_options(loan["options"], self._groups)
-        with _gradients(self._shard(), loan["gradients"]):
+        with gradients(self._shard(), loan["gradients"]):
             yield True
 
     def leave(self) -> None:
@@ -100,8 +100,8 @@ class UnevenInputs:
         return words
 
     def _loan(self, rank: int) -> dict[str, Any]:
-        gradients = [None if param.grad is None else param.grad.detach().to_dense() for param in self._owned(rank)]
-        return {"gradients": gradients, "options": [_portable(options(group)) for group in self._groups]}
+        found = [None if param.grad is None else param.grad.detach().to_dense() for param in self._owned(rank)]
+        return {"gradients": found, "options": [portable(options(group)) for group in self._groups]}
 
 
 class ShadowHook(JoinHook):
@@ -141,7 +141,7 @@ class ShadowHook(JoinHook):
     def _shadow(self, own: bool) -> None:
         if self._over:
             return
-        with _on_device(self._zero.join_device), self._uneven.borrow(own) as stepping:
+        with on_device(self._zero.join_device), self._uneven.borrow(own) as stepping:
             if stepping:
                 self._zero._shadow_step()
         self._over = not stepping
@@ -173,11 +173,11 @@ class ShadowHook(JoinHook):
 
 
 @contextmanager
-def _gradients(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+def gradients(params: Sequence[Tensor], wanted: Sequence[Tensor | None]) -> Iterator[None]:
     """Inside, `params` have these gradients."""
     before = [param.grad for param in params]
     try:
-        for param, grad in zip(params, gradients, strict=True):
+        for param, grad in zip(params, wanted, strict=True):
             param.grad = None if grad is None else grad.to(param.device)
         yield
     finally:
@@ -186,7 +186,7 @@ def _gradients(params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> 
 
 
 @contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
     """The current accelerator is a thread's own; a new thread starts on the first one."""
     if device.type == "cpu":
         yield
@@ -195,7 +195,7 @@ def _on_device(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _portable(group: Group) -> Group:
+def portable(group: Group) -> Group:
     """The options that can travel; any other kind is the same on all ranks or nobody's business."""
     return {key: value for key, value in group.items() if _travels(value)}
 

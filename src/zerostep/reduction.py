@@ -45,8 +45,10 @@ class Reduction:
     With `whole` gradients, `kept` has all of it.
     """
 
-    def __init__(self, plan: Plan, across: Callable[[Tensor], Tensor], clock: Clock) -> None:
-        self._plan, self._across, self._clock = plan, across, clock
+    def __init__(
+        self, plan: Plan, across: Callable[[Tensor], Tensor], clock: Clock, on_begin: Callable[[], None]
+    ) -> None:
+        self._plan, self._across, self._clock, self._on_begin = plan, across, clock, on_begin
         self._buffers: dict[int, Tensor] = {}
         self._filled: set[int] = set()
         self._stale: set[int] = set()
@@ -68,7 +70,7 @@ class Reduction:
 
         `held` tells that it comes on top of what is kept. Returns whether this was the last one of the round.
         """
-        if param in self._filled:
+        if self._open and param in self._filled:
             self.flush()
         self._begin()
         bucket, _ = self._plan.layout.place_of(param)
@@ -128,6 +130,7 @@ class Reduction:
     def _begin(self) -> None:
         if self._open:
             return
+        self._on_begin()
         trainable = [param.requires_grad for param in self._plan.params]
         if trainable != self._trainable:
             self._trainable = trainable

@@ -15,11 +15,12 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep import clipping, stream
+from zerostep import stream
 from zerostep.agreement import Record, agreed, records_of
 from zerostep.blueprint import Blueprint, Settings
 from zerostep.bucketing import extend
@@ -34,14 +35,18 @@ from zerostep.leaves import Leaf, view_state
 from zerostep.mesh import Ranks, resolve
 from zerostep.objects import gather_object
 from zerostep.stats import Clock, Stats
+from zerostep.uneven import Events, Shadow
+from zerostep.verification import Witness
 from zerostep.watching import Autograd, Ddp, Nobody, Watch
 
 __all__ = ["ShardedOptimizer"]
 
 logger = logging.getLogger("zerostep")
 
+_PROVED_STEPS = 10
 
-class ShardedOptimizer(Optimizer):
+
+class ShardedOptimizer(Optimizer, Joinable):
     """An optimizer whose gradients and state are divided among the ranks of a process group.
 
     Arguments:
@@ -62,6 +67,8 @@ class ShardedOptimizer(Optimizer):
         master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
         reduce_dtype: sum gradients in this dtype.
         bucket_mb: about how many megabytes travel together.
+        verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
+            one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
@@ -84,6 +91,7 @@ class ShardedOptimizer(Optimizer):
         master_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_mb: float = 5.0,
+        verify: bool | int = False,
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
@@ -92,6 +100,7 @@ class ShardedOptimizer(Optimizer):
         self._clock, self._steps = Clock(), 0
         self._broken: str | None = None
         self._consolidated: list[Any] = []
+        self._events: Events | None = None
         self._has_state = False
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks: Ranks = resolve(wanted, _first_device(self._model))
@@ -99,8 +108,12 @@ class ShardedOptimizer(Optimizer):
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.everyone) as statement:
             self._build(params)
-            statement.records = self._records()
+            statement.records = [*self._records(), Record("verify", repr(verify))]
         self._start()
+        if verify:
+            steps = _PROVED_STEPS if verify is True else verify
+            specs = self._layout.params
+            self._running.witness = Witness(self._blueprint, self.param_groups, specs, self._ranks.everyone, steps)
 
     # ------------------------------------------------------------------ construction
 
@@ -108,7 +121,9 @@ class ShardedOptimizer(Optimizer):
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
         self._blueprint.settings.check()
         given = normalise(list(self._model.named_parameters()) if params is None else params)
-        super().__init__([self._blueprint.complete(group) for group in given], {})
+        Joinable.__init__(self)
+        self._not_joining = self._join_config
+        Optimizer.__init__(self, [self._blueprint.complete(group) for group in given], {})
         self._check_params()
         self._layout = self._blueprint.plan(self.param_groups, self.world_size)
 
@@ -229,6 +244,8 @@ class ShardedOptimizer(Optimizer):
                     stream.broadcast(transport, [param.detach() for param in self.param_groups[-1]["params"]], 0)
         self._inners.add(self.param_groups[-1], self._bind_trainable()[-1])
         self._watch.extend(params)
+        if engine.witness is not None:
+            engine.witness.add(self.param_groups[-1], self._layout.params)
         if self._forward_hooks is not None:
             self._forward_hooks.remove()
             self._forward_hooks = self._make_forward_hooks()
@@ -244,18 +261,48 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._events is not None and self._join_config.enable:
+            self._check_order()
+            self._events.step()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
         self._check_usable()
         self._follow()
-        with self._failing_together():
+        with self._running.lock, self._failing_together():
             self._running.settle()
+            self._testify()
             self._running.update(self._inners)
-        self._conclude()
-        return loss
+            self._running.hear()
+            # In a join context DDP reads all parameters at the end, whoever is still waiting for them.
+            if self._blueprint.settings.gather == "step" or self._join_config.enable:
+                self._hear_verdict()
+                self.synchronize()
+        self._inners.pull(self.param_groups)
+        self._steps += 1
+        self._has_state = True
+        self._compare()
+
+    def _testify(self) -> None:
+        """In proof mode, let the unsharded optimizer step with the same sums."""
+        engine = self._running
+        if engine.witness is not None:
+            engine.witness.step(self.param_groups, engine.params, engine.whole_gradients())
+
+    def _compare(self) -> None:
+        witness = self._running.witness
+        if witness is not None:
+            self.synchronize()
+            witness.compare(self._running.params)
+            if witness.done:
+                self._running.witness = None
 
     def _follow(self) -> None:
         """Notice what the user did to the parameters since the last step."""
         engine = self._running
         self.synchronize()
+        self._hear_verdict()
         for index, (param, kind) in enumerate(zip(engine.params, self._kinds, strict=True)):
             if (param.shape, param.dtype, param.device) != kind:
                 raise ValueError(
@@ -271,27 +318,28 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """An error on one rank ends the step of all."""
+        """After an error in a step, parameters and state belong to no step."""
         try:
             yield
         except Exception as error:
             self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {error}"
             raise
 
-    def _conclude(self) -> None:
-        engine = self._running
-        engine.hear()
-        if self._blueprint.settings.gather == "step":
+    def _hear_verdict(self) -> None:
+        """An error in one rank's update ends the step of all, where hosts wait for each other anyway."""
+        failed = self._running.failed()
+        if failed:
             self.synchronize()
-        self._inners.pull(self.param_groups)
-        self._steps += 1
-        self._has_state = True
+            self._broken = f"the update of step {self._steps} failed on rank {failed[0]}"
+            raise RuntimeError(f"{self._broken}; restart from the last checkpoint on all ranks")
 
     def synchronize(self) -> None:
         """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
         self._running.gathers.wait()
 
     def _check_usable(self) -> None:
+        if self._engine is not None and self._engine.trouble is not None:
+            self._broken = self._broken or f"a backward pass failed on rank {self.rank}: {self._engine.trouble}"
         if self._broken is not None:
             raise RuntimeError(
                 f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
@@ -324,29 +372,33 @@ class ShardedOptimizer(Optimizer):
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients together, as torch would find it on whole gradients; the same on all ranks."""
-        engine, kind = self._running, float(norm_type)
-        engine.finish()
-        if self._blueprint.settings.reduction == "all":
-            grads = [param.grad for param in engine.params if param.grad is not None]
-            total = clipping.power_sum(grads, kind)
-        else:
-            (total,) = clipping.combine(self._ranks.shards, [clipping.power_sum(engine.parts(), kind)], kind)
-        return torch.tensor(clipping.root(total, kind), device=engine.params[0].device)
+        return self._as_norm(self._announced_clip(math.inf, norm_type))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm they had."""
-        total = self.grad_norm(norm_type)
-        if error_if_nonfinite and not math.isfinite(total.item()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of all gradients is {total.item()}, which cannot be clipped: look for "
-                "the rank whose loss is not finite, or pass error_if_nonfinite=False"
-            )
-        factor = min(1.0, float(max_norm) / (total.item() + 1e-6)) if math.isfinite(total.item()) else (
-            float(max_norm) / (total.item() + 1e-6)
-        )  # fmt: skip
-        if factor != 1.0:
+        if error_if_nonfinite:
+            total = self._announced_clip(math.inf, norm_type)
+            if not math.isfinite(total):
+                raise RuntimeError(
+                    f"the norm of order {norm_type} of all gradients is {total}, which cannot be clipped: look for the "
+                    "rank whose loss is not finite, or pass error_if_nonfinite=False"
+                )
+        return self._as_norm(self._announced_clip(float(max_norm), norm_type))
+
+    def _announced_clip(self, max_norm: float, norm_type: float) -> float:
+        if self._events is not None and self._join_config.enable:
+            self._events.clip(max_norm, float(norm_type))
+        return self._clip(max_norm, float(norm_type))
+
+    def _clip(self, max_norm: float, norm_type: float) -> float:
+        """The norm of all gradients, which are scaled to `max_norm` unless that is infinite."""
+        total = self._running.total_norm(norm_type)
+        if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
             self._running.scale(factor)
         return total
+
+    def _as_norm(self, value: float) -> Tensor:
+        return torch.tensor(value, device=self._running.params[0].device)
 
     # ------------------------------------------------------------------ state
 
@@ -422,13 +474,16 @@ class ShardedOptimizer(Optimizer):
         kinds = [self._inners.of(group) for group in range(len(self.param_groups))]
         numbers = validate(found, self.param_groups, kinds, {})
         saved = {numbers[key]: dict(entry) for key, entry in found["state"].items() if key in numbers}
-        self._load_leaves(saved, found["param_groups"])
+        chosen = [options(dict(group)) for group in found["param_groups"]]
+        self._load_leaves(saved, chosen)
+        if self._running.witness is not None:
+            self._running.witness.load(saved, chosen)
         self._inners.pull(self.param_groups)
         self._has_state, self._consolidated, self._broken = bool(saved), [], None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _load_leaves(self, saved: Mapping[int, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    def _load_leaves(self, saved: Mapping[int, dict[str, Any]], chosen_options: Sequence[Group]) -> None:
         engine, chosen = self._running, dict[Tensor, dict[str, Any]]()
         for shard in engine.shards.values():
             for leaf in list(shard.leaves):
@@ -441,7 +496,64 @@ class ShardedOptimizer(Optimizer):
                     if first in saved:
                         cut = self._layout.params[first].splittable
                         chosen[part.tensor] = entry_for(part, saved, engine.params) if cut else saved[first]
-        self._inners.load(chosen, [options(dict(group)) for group in groups])
+        self._inners.load(chosen, chosen_options)
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._running.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of this optimizer."""
+        return self.process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored.
+
+        A module in DDP is listed before the optimizer: `Join([ddp, optimizer])`. A bare module is not listed.
+        """
+        if self._events is None:
+            self._events = Events(self, self._ranks.everyone)
+        if self._ddp is None:
+            self._running.on_backward = self._events.backward
+        self._running.joining = True
+        return Shadow(self, self._events)
+
+    def _check_order(self) -> None:
+        if self._ddp is not None and self._join_config.is_first_joinable:
+            raise RuntimeError(
+                "a DDP module and this optimizer join together, the module first: use Join([ddp, optimizer])"
+            )
+
+    def _stop_announcing(self) -> None:
+        self._running.on_backward = None
+
+    def _leave_join_context(self) -> None:
+        self._stop_announcing()
+        self._running.joining = False
+        self._join_config = self._not_joining
+
+    def _shadow_backward(self, fresh: bool) -> None:
+        self._running.shadow_backward(fresh)
+
+    def _shadow_step(self) -> None:
+        with self._running.lock:
+            self._step()
+            # The live ranks drop their gradients before the next pass; of a bare module's, there is a word about it.
+            if self._ddp is not None or self._blueprint.settings.reduction == "all":
+                self._running.forget_all()
+        if self._ddp is None and self._blueprint.settings.reduction == "all":
+            super().zero_grad()
+
+    def _whole_gradients_of(self, rank: int) -> list[Tensor]:
+        """The parameters whose whole gradients `rank` steps with, where a joined rank cannot have them by itself."""
+        if self._ddp is None or self._blueprint.settings.reduction == "scatter":
+            return []
+        shard_rank = rank % self.world_size
+        return [self._running.params[fragment.param] for fragment in self._layout.fragments(shard_rank)]
 
     # ------------------------------------------------------------------ about itself
 

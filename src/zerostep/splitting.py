@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, NoneType
 from typing import Any, NamedTuple
@@ -58,32 +58,43 @@ _SHAPES = (*_SMALL, (128, 160))
 _PIECES: _Division = (((29,), (1,)), ((140,), (5003,)), ((8009,), (7528,)))
 _WITHOUT_GRADIENT = slice(48, 55)  # all of the second shape
 
-# The size of the gradients and the learning rate of each step; the first has the user's, which may be too small to
-# show anything, as at the start of a warm-up. What is large comes late, because it drowns everything after it.
-_SIZES_AND_RATES = ((1.0, None), (1e-3, 0.1), (30.0, 0.02), (1e-7, 0.5), (10.0, 0.03), (0.1, 0.3), (1e4, 0.01))
+# For each step: the size of the gradients, by how many powers of ten they grow from the first element to the last, and
+# the learning rate. The first has the user's, which may be too small to show anything, as at the start of a warm-up.
+# What is large comes late, because it drowns everything after it.
+_COURSE = (
+    (1.0, 0, None),
+    (1e-3, 0, 0.1),
+    (1e-2, 10, 0.02),
+    (1e-7, 0, 0.5),
+    (1e-2, -10, 0.03),
+    (10.0, 0, 0.3),
+    (1e4, 0, 0.01),
+)
 
 _answers: dict[tuple[object, ...], bool] = {}
 
 
-def is_elementwise(optimizer_class: Factory, options: Mapping[str, Any]) -> bool:
+def is_elementwise(
+    optimizer_class: Factory, options: Mapping[str, Any], group: Mapping[str, Any] | None = None
+) -> bool:
     """Whether every element is updated by itself, so that parameters may be cut anywhere.
 
-    `options` are the constructor's keyword arguments, with a parameter group's own on top. An optimizer that cannot be
-    tried is not element-wise.
+    `options` are the constructor's keyword arguments, `group` what a parameter group says beside its parameters. An
+    optimizer that cannot be tried is not element-wise.
     """
-    recipe = _unwrap(optimizer_class, options)
+    recipe = _unwrap(optimizer_class, options, group or {})
     if _is_among(recipe.build, _ELEMENTWISE + _ATOMIC):
         return _is_among(recipe.build, _ELEMENTWISE)
     return _ask_once(_probe_elements, recipe)
 
 
-def is_separable(optimizer_class: Factory, options: Mapping[str, Any]) -> bool:
+def is_separable(optimizer_class: Factory, options: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> bool:
     """Whether every parameter is updated by itself, so that ranks may own whole parameters.
 
     False only if parameters were seen to depend on each other: an optimizer that cannot be tried, or that draws random
     numbers, is taken to be separable.
     """
-    recipe = _unwrap(optimizer_class, options)
+    recipe = _unwrap(optimizer_class, options, group or {})
     if _is_among(recipe.build, _ELEMENTWISE + _ATOMIC):
         return recipe.build is not optim.LBFGS
     return _ask_once(_probe_parameters, recipe)
@@ -91,14 +102,16 @@ def is_separable(optimizer_class: Factory, options: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to build an optimizer."""
+    """How to build an optimizer of one group."""
 
     build: Factory
     options: Mapping[str, Any]
+    group: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, leaves: Sequence[Tensor]) -> Optimizer:
         """An instance with options of its own: optimizers may change them in place."""
-        return self.build(list(leaves), **{name: _copy(value) for name, value in self.options.items()})
+        group = {**_copies(self.group), "params": list(leaves)}
+        return self.build([group] if self.group else list(leaves), **_copies(self.options))
 
     @property
     def name(self) -> str:
@@ -107,21 +120,26 @@ class _Recipe:
     @property
     def key(self) -> tuple[object, ...] | None:
         """What tells this recipe from all others; none if it holds something whose content may change."""
-        if isinstance(self.build, (type, FunctionType)) and all(map(_is_plain, self.options.values())):
-            return self.build, repr(sorted(self.options.items()))
+        values = [*self.options.values(), *self.group.values()]
+        if isinstance(self.build, (type, FunctionType)) and all(map(_is_plain, values)):
+            return self.build, repr(sorted(self.options.items())), repr(sorted(self.group.items()))
         return None
 
 
-def _unwrap(build: Factory, options: Mapping[str, Any]) -> _Recipe:
+def _unwrap(build: Factory, options: Mapping[str, Any], group: Mapping[str, Any]) -> _Recipe:
     while isinstance(build, partial) and not build.args:
         options = {**build.keywords, **options}
         build = build.func
-    return _Recipe(build, options)
+    return _Recipe(build, options, group)
 
 
 def _is_among(build: Factory, known: tuple[Factory, ...]) -> bool:
     """By identity: a subclass may have changed the step."""
     return any(build is one for one in known)
+
+
+def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in options.items()}
 
 
 def _copy(value: Any) -> Any:
@@ -227,8 +245,11 @@ class _Step(NamedTuple):
 
 
 def _steps(elements: Tensor) -> list[_Step]:
-    generator = torch.Generator().manual_seed(1)
-    steps = [_Step(size * _noise(elements, generator), rate) for size, rate in _SIZES_AND_RATES]
+    generator, along = torch.Generator().manual_seed(1), torch.linspace(-0.5, 0.5, elements.numel())
+    steps = []
+    for size, growth, rate in _COURSE:
+        gradient = size * 10 ** (growth * along) * _noise(elements, generator)
+        steps.append(_Step(gradient.to(elements.dtype), rate))
     steps[1].gradient[_WITHOUT_GRADIENT] = 0
     return steps
 
@@ -241,7 +262,7 @@ def _overflow(elements: Tensor) -> _Step:
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers of both signs and of very different size."""
-    normal, size = torch.randn(2, like.numel(), generator=generator, dtype=torch.float32)
+    normal, size = torch.randn(2, like.numel(), generator=generator)
     return (normal * torch.exp(2 * size)).to(like.dtype)
 
 

@@ -83,7 +83,10 @@ class Ddp:
             grad = as_stored(view, param) if self._is_used(param) else None
             engine.arrived_in_ddp(self._index_of[param], grad)
         if bucket.is_last():
-            after_backward(engine.place_stand_ins)
+            if _in_backward():
+                after_backward(engine.place_stand_ins)
+            else:
+                engine.place_stand_ins()
         done.set_result(bucket.buffer())
         return done
 
@@ -93,7 +96,11 @@ class Ddp:
         if not (getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False)):
             return True
         # Outside of backward a joined rank shadows the others, and has used nothing.
-        return torch._C._current_graph_task_id() != -1 and param.grad is not None
+        return _in_backward() and param.grad is not None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _coming(engine: ref[Engine], index: int, grad: Tensor) -> None:

@@ -1,0 +1,43 @@
+"""Ours: the sharded optimizer that reduces the gradients of a bare model itself, or is the hook of a DDP one."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from benchmarks.peers.trainer import Factory, Loop, Options, Trainer
+
+
+class _Sharded(Loop):
+    def settle(self) -> None:
+        """Wait for parameters on their way."""
+        self._optimizer.synchronize()
+
+    def full_parameters(self) -> list[Tensor]:
+        """Return the parameters once they have arrived."""
+        self.settle()
+        return super().full_parameters()
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How to build it: when the parameters are waited for, under DDP or not, with which kernels."""
+
+    gather: Literal["step", "forward"]
+    under_ddp: bool = False
+    fused: bool = False
+
+    def build(self, factory: Factory, optimizer_class: type[Optimizer], options: Options) -> Trainer:
+        """Build it, otherwise with its defaults."""
+        model = factory()
+        wrapped: nn.Module = DDP(model) if self.under_ddp else model
+        chosen = {**options, "fused": True} if self.fused else options
+        return _Sharded(model, wrapped, _class()(wrapped, optimizer_class, gather=self.gather, **chosen))
+
+
+def _class() -> Any:
+    import zerostep
+
+    return zerostep.ShardedOptimizer  # type: ignore[attr-defined,unused-ignore]
