@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from zerostep import clipping
 from zerostep.blueprint import Settings
 from zerostep.bucketing import padded_size
 from zerostep.buffers import flat_alias
+from zerostep.editing import Edits
 from zerostep.exchange import Exchange, Meeting
 from zerostep.exchange import connect as connect_exchange
 from zerostep.gathering import Gathers
@@ -52,7 +51,7 @@ class Engine:
         self.ranks, self.settings, self.clock = ranks, settings, clock
         self.rank = ranks.shards.rank
         self.params, self.layout = list(params), layout
-        self.lock = self._lock = RLock()
+        self.lock = RLock()
         self._reduces = reduces
         self._exchange_for: dict[torch.device, Exchange] = {}
         self._connect()
@@ -60,7 +59,7 @@ class Engine:
         self.gathers = Gathers(clock)
         self._stand_ins: dict[int, ShardedGradient] = {}
         self._held: set[int] = set()
-        self._norms: tuple[float, dict[int, Tensor]] | None = None
+        self.edits = Edits(self)
         self._meeting: Meeting | None = None
         self._verdict: Meeting | None = None
         self.trouble: Exception | None = None
@@ -79,8 +78,8 @@ class Engine:
                 self._exchange_for[device] = connect_exchange(self.ranks.shards, device)
         first = next(iter(self._exchange_for))
         same = self.ranks.everyone is self.ranks.shards
-        self._shared = self._exchange_for[first]
-        self._control = self._shared if same else connect_exchange(self.ranks.everyone, first)
+        self.shared = self._exchange_for[first]
+        self._control = self.shared if same else connect_exchange(self.ranks.everyone, first)
         self._across = self.ranks.across(first)
 
     def _make_reduction(self) -> Reduction:
@@ -126,7 +125,7 @@ class Engine:
 
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module."""
-        with self._lock, self._noting_trouble():
+        with self.lock, self._noting_trouble():
             if self.paused:
                 return
             grad, held = self._taken(index)
@@ -142,7 +141,7 @@ class Engine:
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
-        with self._lock, self._noting_trouble():
+        with self.lock, self._noting_trouble():
             self._settled = False
             if self.witness is not None and grad is not None:
                 self.witness.note(index, grad, index in self._held)
@@ -151,7 +150,7 @@ class Engine:
 
     def shadow_backward(self, fresh: bool) -> None:
         """Take part in a backward pass of others, with zeros; `fresh` if they have no gradients to add to."""
-        with self._lock, self._noting_trouble():
+        with self.lock, self._noting_trouble():
             if fresh:
                 self.forget_all()
             self._settled = False
@@ -177,7 +176,7 @@ class Engine:
     def stand_in(self, index: int) -> ShardedGradient:
         """What stands for a gradient whose parts have gone to their owners."""
         if index not in self._stand_ins:
-            self._stand_ins[index] = ShardedGradient(self.params[index], index, ref(self))
+            self._stand_ins[index] = ShardedGradient(self.params[index], index, ref(self.edits))
         return self._stand_ins[index]
 
     def place_stand_ins(self) -> None:
@@ -195,27 +194,34 @@ class Engine:
 
     def settle(self) -> None:
         """End the backward passes of this step, and learn which parameters some rank has used."""
-        with self._lock:
-            if self._settled:
-                return
-            self._norms = None
-            if self._reduces:
+        with self.lock:
+            if not self._reduces:
+                self._mark_whole()
+            elif self._settled:
+                self._drop_gone()
+            else:
+                self.edits.forget_norms()
+                self._drop_gone()
                 self._collect()
                 self._meet()
-            else:
-                self._mark_whole()
-            self._settled = True
-            if self.witness is not None and self._reduces:
-                self.witness.check_sums(self.whole_gradients())
+                self._settled = True
+                if self.witness is not None:
+                    self.witness.check_sums(self.whole_gradients())
 
-    def _collect(self) -> None:
-        """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
+    def _drop_gone(self) -> None:
+        """Notice gradients that somebody has set to `None`."""
+        if self.settings.reduction == "all" and self._settled:
+            self._mark_whole()
+            return
         gone = [index for index in self.reduction.used if self.params[index].grad is None and index not in self._held]
         if gone:
             self.reduction.finish()
             self.reduction.forget(gone)
             self.reduction.drop_stale()
         self._held.clear()
+
+    def _collect(self) -> None:
+        """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
         if self.settings.reduction == "scatter":
             for index, param in enumerate(self.params):
                 if param.grad is not None and param.requires_grad:
@@ -408,96 +414,9 @@ class Engine:
             leaf.tensor.grad = leaf.view(gradients).to(leaf.tensor.dtype)
         return ready
 
-    # ------------------------------------------------------------------ what users do to gradients
-
-    def parts(self, params: Iterable[int] | None = None) -> list[Tensor]:
-        """The kept parts of some gradients, or of all; a whole bucket at a time where that is meant."""
-        if params is None:
-            return list(self.reduction.kept.values())
-        if self.settings.reduction == "all":
-            whole = [self.params[index].grad for index in params]
-            return [grad for grad in whole if grad is not None]
-        found = [self._part(fragment) for index in params for fragment in self._fragments(index)]
-        return [part for part in found if part is not None]
-
-    def _fragments(self, index: int) -> list[Fragment]:
-        return [fragment for fragment in self.layout.fragments_of(index) if fragment.rank == self.rank]
-
-    def _part(self, fragment: Fragment) -> Tensor | None:
-        kept = self.reduction.kept.get(fragment.bucket)
-        start = self.layout.buckets[fragment.bucket].owned(self.rank).start
-        return None if kept is None else kept[fragment.place.start - start : fragment.place.stop - start]
-
-    def total_norm(self, norm_type: float) -> float:
-        """The norm of all gradients together, the same on all ranks."""
-        self.finish()
-        if self.settings.reduction == "all":
-            return clipping.root(clipping.power_sum(self.parts(self.reduction.used), norm_type), norm_type)
-        mine = clipping.power_sum(self.parts(), norm_type)
-        return clipping.root(clipping.combine(self._shared, [mine], norm_type)[0], norm_type)
-
-    def _refuse_in_join(self) -> None:
-        if self.joining and self.settings.reduction == "scatter":
-            raise RuntimeError(
-                "inside Join, ranks without inputs hold gradients too, and cannot follow what is done to .grad: use "
-                "the optimizer's own clip_grad_norm_() and grad_norm()"
-            )
-
-    def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
-        """The norm of each whole gradient; all of them are found in one go."""
-        self._refuse_in_join()
-        self.finish()
-        if self._norms is None or self._norms[0] != norm_type:
-            used = sorted(self.reduction.used)
-            sums = [clipping.power_sum(self.parts([index]), norm_type) for index in used]
-            scattered = self.settings.reduction == "scatter"
-            totals = clipping.combine(self._shared, sums, norm_type) if scattered else sums
-            found = {i: self._as_norm(i, clipping.root(x, norm_type)) for i, x in zip(used, totals, strict=True)}
-            self._norms = norm_type, found
-        return [self._norms[1][index] for index in params]
-
-    def _as_norm(self, index: int, value: float) -> Tensor:
-        param = self.params[index]
-        return torch.tensor(value, dtype=param.dtype.to_real(), device=param.device)
-
-    def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
-        """Change the kept parts in place, element by element."""
-        self._refuse_in_join()
-        self.finish()
-        self._norms_are_old()
-        with torch.no_grad():
-            for part in self.parts(params):
-                change(part)
-
-    def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
-        """Multiply by `inverse`; all ranks learn whether any has found a number that is not finite."""
-        self._refuse_in_join()
-        self.finish()
-        self._norms_are_old()
-        for part in self.parts(params):
-            torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse)
-        self.ranks.shards.start_all_reduce(found_inf).wait()
-        found_inf.clamp_(max=1.0)
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        self.finish()
-        self._norms_are_old()
-        parts = self.parts() if self.settings.reduction == "scatter" else self.parts(self.reduction.used)
-        with torch.no_grad():
-            for part in parts:
-                part.mul_(factor)
-
-    def clear(self) -> None:
-        """All gradients were set to zero, and still count."""
-        self.finish()
-        self._norms_are_old()
-        for part in self.parts():
-            part.zero_()
-
     def forget_all(self) -> None:
         """All gradients were dropped."""
-        with self._lock:
+        with self.lock:
             if self.reduction.open:
                 self.reduction.flush()
             self.reduction.forget()
@@ -505,11 +424,8 @@ class Engine:
             if self.witness is not None:
                 self.witness.forget()
             self._held.clear()
-            self._norms_are_old()
+            self.edits.forget_norms()
             self._settled = False
-
-    def _norms_are_old(self) -> None:
-        self._norms = None
 
 
 def _filled(param: Tensor) -> Tensor:

@@ -35,9 +35,11 @@ class Gathers:
         """Return when these buckets are in place; all of them if none is named."""
         if not self._flying:
             return
-        for bucket in list(self._flying) if buckets is None else [b for b in buckets if b in self._flying]:
-            with self._clock.waiting("gather", bucket):
-                self._flying.pop(bucket).wait()
+        for bucket in list(self._flying) if buckets is None else buckets:
+            flight = self._flying.pop(bucket, None)
+            if flight is not None:
+                with self._clock.waiting("gather", bucket):
+                    flight.wait()
 
 
 class ForwardHooks:

@@ -355,7 +355,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             engine.forget_all()
             super().zero_grad(set_to_none)
         else:
-            engine.clear()
+            engine.edits.clear()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
@@ -392,9 +392,9 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _clip(self, max_norm: float, norm_type: float) -> float:
         """The norm of all gradients, which are scaled to `max_norm` unless that is infinite."""
-        total = self._running.total_norm(norm_type)
+        total = self._running.edits.total_norm(norm_type)
         if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
-            self._running.scale(factor)
+            self._running.edits.scale(factor)
         return total
 
     def _as_norm(self, value: float) -> Tensor:
