@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -38,7 +39,7 @@ class Settings:
         for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
-        if not isinstance(self.bucket_mb, (int, float)) or not self.bucket_mb > 0:
+        if not isinstance(self.bucket_mb, (int, float)) or not 0 < self.bucket_mb < math.inf:
             raise ValueError(f"bucket_mb must be a positive number of megabytes, got {self.bucket_mb!r}")
 
 
@@ -75,11 +76,12 @@ class Blueprint:
         specs, costs = list[ParamSpec](), list[Cost]()
         for number, group in enumerate(groups, start=first_group):
             known = self._specs(group, number, first_param + len(specs))
-            model = CostModel(class_of(group, self.common), own_options(group))
+            kind = class_of(group, self.common)
+            model = CostModel(kind, self._constructor(kind), own_options(group))
             specs += known
             costs += [model.of(spec) for spec in known]
         sizes = [param.element_size() for param in all_params(groups)]
-        return fill(specs, world_size, int(self.settings.bucket_mb * 2**20), sizes, costs)
+        return fill(specs, world_size, max(1, int(self.settings.bucket_mb * 2**20)), sizes, costs)
 
     def _specs(self, group: Group, number: int, first: int) -> list[ParamSpec]:
         splittable = self._splits(class_of(group, self.common), own_options(group))

@@ -44,7 +44,7 @@ def fill(
         raise ValueError(f"a layout needs at least one rank and one byte, got {world_size} and {bucket_bytes}")
     owners = _owners(specs, costs, world_size)
     shares = _shares(specs, costs, owners, world_size)
-    groups = _fill(specs, itemsizes, bucket_bytes)
+    groups = _fill(specs, itemsizes, costs, bucket_bytes)
     buckets = [
         (
             _cut(specs, members, shares, world_size)
@@ -104,14 +104,18 @@ def _shares(
     return None if len(set(loads)) == 1 or not loose else pour(loose, loads)
 
 
-def _fill(specs: Sequence[ParamSpec], itemsizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+def _fill(
+    specs: Sequence[ParamSpec], itemsizes: Sequence[int], costs: Sequence[Cost], bucket_bytes: int
+) -> list[list[int]]:
     """The members of each bucket; a bucket comes as early as its last gradient does."""
     done: list[list[int]] = []
     filling: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     room: dict[tuple[object, ...], int] = {}
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        kind = (spec.device, spec.dtype, spec.trainable, spec.splittable)
+        # Every stretch of a bucket must cost the same, so that equal parts do.
+        rate = costs[index].state / max(1, spec.numel) if spec.splittable else 0
+        kind = (spec.device, spec.dtype, spec.trainable, spec.splittable, rate)
         size = spec.numel * itemsizes[index]
         if filling[kind] and size > room[kind]:
             done.append(filling.pop(kind))

@@ -174,6 +174,11 @@ class FlatParcel:
         view.copy_(param.detach())
         param.data = view
 
+    def strays(self) -> list[Tensor]:
+        """The parameters whose `.data` was bound to other memory."""
+        pairs = zip(self._params, self._pointers, strict=True)
+        return [param for param, pointer in pairs if param.data_ptr() != pointer]
+
     def attach(self) -> None:
         """Take back parameters whose `.data` was bound to other memory, with the values they have now."""
         for slot, param, pointer in zip(self.bucket.slots, self._params, self._pointers, strict=True):

@@ -27,7 +27,7 @@ def power_sum(parts: Iterable[Tensor], norm_type: float) -> float:
     ]  # fmt: skip
     if math.isinf(norm_type):
         return _extreme(found, norm_type)
-    return math.fsum(norm**norm_type for norm in found) if all(map(math.isfinite, found)) else sum(found)
+    return float(torch.tensor(found, dtype=torch.float64).pow(norm_type).sum())
 
 
 def combine(exchange: Exchange, sums: Sequence[float], norm_type: float) -> list[float]:

@@ -1,6 +1,7 @@
 """What owning a parameter costs: the bytes of its state, and the work of its update where that is worth a count.
 
-The state is learnt by running the real optimizer on tensors without memory, so any class is right.
+The state is learnt by running the real optimizer, on tensors without memory where it can do without, so any class is
+right.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from zerostep.layout import ParamSpec
 __all__ = ["CostModel", "state_bytes"]
 
 _MATRIX_WORK = (getattr(torch.optim, "Muon", None),)
+_KERNELS = ("fused", "foreach", "capturable")
+# Sizes that no constant of an optimizer is likely to have, one for each dimension.
+_TELLING_SIZES = (53, 59, 61, 67, 71, 73, 79, 83)
 
 
 class CostModel:
-    """The costs of parameters under one optimizer class with its options."""
+    """The costs of parameters under one optimizer class, given its constructor's options and a group's own."""
 
-    def __init__(self, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]) -> None:
-        self._class, self._options = optimizer_class, options
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        self._class, self._options, self._group = optimizer_class, options, group
         self._state_bytes = lru_cache(maxsize=None)(self._measure)
 
     def of(self, spec: ParamSpec) -> Cost:
@@ -35,34 +41,60 @@ class CostModel:
 
     def _state(self, spec: ParamSpec) -> int:
         if spec.splittable:
-            # Element by element: one is enough to know.
+            # Element by element: a few are enough to know.
             return spec.numel * self._state_bytes((64,), spec.dtype) // 64
         return self._state_bytes(spec.shape, spec.dtype)
 
     def _measure(self, shape: tuple[int, ...], dtype: str) -> int:
-        return state_bytes(self._class, self._options, shape, getattr(torch, dtype))
+        return state_bytes(self._class, self._options, shape, getattr(torch, dtype), self._group)
 
 
 def state_bytes(
-    optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    group: Mapping[str, Any] | None = None,
 ) -> int:
-    """The bytes of state of a parameter after a step, without memory for it.
+    """The bytes of state of a parameter after a step.
 
-    A class that cannot run without memory is taken to keep two numbers for each element, as most do.
+    A class that cannot be run at all is taken to keep two numbers for each element, as most do.
     """
-    param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    param.grad = torch.empty_like(param)
+    make = _Maker(optimizer_class, options, group or {})
     try:
-        optimizer = optimizer_class([param], **deepcopy(_without_kernels(options)))
-        optimizer.step()
+        return sum(value.nbytes for value in make.state(shape, dtype, "meta"))
     except Exception:
-        return 2 * param.numel() * param.element_size()
-    return sum(value.nbytes for value in optimizer.state[param].values() if isinstance(value, Tensor) and value.dim())
+        return _from_small(make, shape, dtype)
+
+
+def _from_small(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Optimizers that look at their numbers run on small tensors; which size went where tells the rest."""
+    sizes = dict(zip(_TELLING_SIZES, shape, strict=False))
+    try:
+        found = make.state(tuple(sizes) if len(sizes) == len(shape) else shape, dtype, "cpu")
+    except Exception:
+        return 2 * torch.Size(shape).numel() * dtype.itemsize
+    return sum(torch.Size(sizes.get(n, n) for n in value.shape).numel() * value.element_size() for value in found)
+
+
+class _Maker:
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        self._class, self._options, self._group = optimizer_class, _without_kernels(options), _without_kernels(group)
+
+    def state(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+        """The tensors in the state of one parameter after a step, but for counters."""
+        param = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        param.grad = torch.zeros_like(param)
+        optimizer = self._class([{**deepcopy(self._group), "params": [param]}], **deepcopy(self._options))
+        optimizer.step()
+        return [value for value in optimizer.state[param].values() if isinstance(value, Tensor) and value.dim()]
 
 
 def _without_kernels(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Which kernel runs makes no difference to the state, but not every kernel runs without memory."""
-    return {key: value for key, value in options.items() if key not in ("fused", "foreach", "capturable")}
+    """Which kernel runs makes no difference to the state, but not every kernel runs everywhere."""
+    return {key: value for key, value in options.items() if key not in _KERNELS}
 
 
 def _work(shape: tuple[int, ...]) -> int:

@@ -125,28 +125,35 @@ class Engine:
 
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module."""
-        with self.lock, self._noting_trouble():
-            if self.paused:
-                return
-            grad, held = self._taken(index)
-            if grad is None:
-                return
-            self._settled = False
-            if self.witness is not None:
-                self.witness.note(index, grad, held)
-            done = self.reduction.arrive(index, grad, held)
-            self.params[index].grad = self.stand_in(index)
-            if done and self.settings.reduction == "all":
-                self._hand_out()
+        if self.paused:
+            return
+        grad, held = self._taken(index)
+        if grad is None:
+            return
+        with self.lock:
+            self._note(index, grad, held)
+            try:
+                done = self.reduction.arrive(index, grad, held)
+                self.params[index].grad = self.stand_in(index)
+                if done and self.settings.reduction == "all":
+                    self._hand_out()
+            except Exception as error:
+                self.trouble = error
+                raise
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
+        held = index in self._held
         with self.lock, self._noting_trouble():
-            self._settled = False
-            if self.witness is not None and grad is not None:
-                self.witness.note(index, grad, index in self._held)
-            self.reduction.arrive(index, grad, index in self._held)
+            if grad is not None:
+                self._note(index, grad, held)
+            self.reduction.arrive(index, grad, held)
             self._held.discard(index)
+
+    def _note(self, index: int, grad: Tensor, held: bool) -> None:
+        self._settled = False
+        if self.witness is not None:
+            self.witness.note(index, grad, held)
 
     def shadow_backward(self, fresh: bool) -> None:
         """Take part in a backward pass of others, with zeros; `fresh` if they have no gradients to add to."""
@@ -222,10 +229,14 @@ class Engine:
 
     def _collect(self) -> None:
         """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
-        if self.settings.reduction == "scatter":
-            for index, param in enumerate(self.params):
-                if param.grad is not None and param.requires_grad:
-                    self.arrived(index)
+        whole = self.settings.reduction == "all"
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None or (type(grad) is ShardedGradient and grad.arrived is None):
+                continue
+            # A whole gradient that came through a hook is a sum already.
+            if param.requires_grad and not (whole and index in self.reduction.used):
+                self.arrived(index)
         if self.reduction.open or not (self._control.blocks_host or self.reduction.rounds):
             self.reduction.flush()
 

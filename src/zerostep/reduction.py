@@ -22,8 +22,11 @@ from zerostep.stats import Clock
 
 __all__ = ["Plan", "Reduction"]
 
+_flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 # Memory at the end of backward is the owned part plus what is under way.
 _UNDER_WAY = 2
+# Fewer elements than this cost less to copy than a call.
+_SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ class Reduction:
     ) -> None:
         self._plan, self._across, self._clock, self._on_begin = plan, across, clock, on_begin
         self._buffers: dict[int, Tensor] = {}
+        self._small: dict[int, Tensor] = {}
+        self._bucket_of = [plan.layout.place_of(param)[0] for param in range(len(plan.layout.params))]
         self._filled: set[int] = set()
+        self._written: set[int] = set()
         self._stale: set[int] = set()
         self._trainable: list[bool] = []
         self._order: list[int] = []
@@ -66,31 +72,47 @@ class Reduction:
     # ------------------------------------------------------------------ a round
 
     def arrive(self, param: int, grad: Tensor | None, held: bool) -> bool:
-        """Take a copy of a gradient; `None` stands for one that this pass did not make.
+        """Take a gradient, which nobody else may change; `None` stands for one that this pass did not make.
 
         `held` tells that it comes on top of what is kept. Returns whether this was the last one of the round.
         """
-        if self._open and param in self._filled:
-            self.flush()
-        self._begin()
-        bucket, _ = self._plan.layout.place_of(param)
-        if bucket not in self._missing:
-            # Its bucket is on its way already: the gradient belongs to a further round.
+        if not self._open:
+            self._begin()
+        elif param in self._filled or self._bucket_of[param] not in self._missing:
+            # A further backward pass; or its bucket is on its way already.
             self.flush()
             self._begin()
+        bucket = self._bucket_of[param]
         if grad is not None:
-            self._write(param, bucket, grad)
+            self._take(param, bucket, grad.detach())
+            self._written.add(param)
             if not held and param in self.used:
                 self._land_earlier_rounds()
                 self._stale.add(param)
             self.used.add(param)
         self._filled.add(param)
-        self._missing[bucket].discard(param)
-        return self._launch_full()
+        missing = self._missing[bucket]
+        missing.discard(param)
+        return not missing and self._launch_full()
+
+    def _take(self, param: int, bucket: int, grad: Tensor) -> None:
+        """Large gradients are copied at once; small ones wait for their neighbours, and are copied together."""
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        if grad.numel() < _SMALL and grad.stride() == self._plan.params[param].stride() and grad.is_contiguous():
+            self._small[param] = grad
+        else:
+            self._write(param, bucket, grad)
+
+    def absorb(self) -> None:
+        """Copy what waits to be copied: its memory is about to be used for something else."""
+        for bucket in {self._bucket_of[param] for param in self._small}:
+            self._write_small(bucket)
 
     def flush(self) -> None:
         """End the round: what is missing counts as zero."""
-        self._begin()
+        if not self._open:
+            self._begin()
         while self._next < len(self._order):
             self._launch()
         self._close()
@@ -111,7 +133,10 @@ class Reduction:
             self.finish()
             self.kept, self.used, self._stale = {}, set(), set()
         else:
-            self._stale.update(set(params) & self.used)
+            gone = self.used.intersection(params)
+            if gone:
+                self.finish()
+            self._stale |= gone
             self.used.difference_update(params)
 
     def drop_stale(self) -> None:
@@ -128,8 +153,6 @@ class Reduction:
     # ------------------------------------------------------------------ launching
 
     def _begin(self) -> None:
-        if self._open:
-            return
         self._on_begin()
         trainable = [param.requires_grad for param in self._plan.params]
         if trainable != self._trainable:
@@ -139,7 +162,7 @@ class Reduction:
             self._expected = {index: members for index, members in expected.items() if members}
             self._order = list(self._expected)
         self._missing = {index: set(members) for index, members in self._expected.items()}
-        self._filled, self._next, self._open = set(), 0, True
+        self._filled, self._written, self._next, self._open = set(), set(), 0, True
 
     def _close(self) -> None:
         self._open = False
@@ -156,8 +179,9 @@ class Reduction:
     def _launch(self) -> None:
         bucket = self._order[self._next]
         memory = self._memory(bucket)
+        self._write_small(bucket)
         for slot in self._plan.layout.buckets[bucket].slots:
-            if slot.param not in self._filled or slot.param in self._missing[bucket]:
+            if slot.param not in self._written:
                 memory[slot.span.start : slot.span.stop].zero_()
         with self._clock.phase("reduce", bucket):
             reducing = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
@@ -209,11 +233,32 @@ class Reduction:
         place = self._memory(bucket)[span.start : span.stop]
         like = self._plan.params[param]
         view = place.as_strided(like.shape, like.stride(), place.storage_offset())
-        dense = grad.detach().to_dense() if grad.layout != torch.strided else grad.detach()
-        if dense.dtype == view.dtype:
-            torch.mul(dense, self._plan.scale, out=view)
+        self._scale_into(view, grad)
+
+    def _write_small(self, bucket: int) -> None:
+        """Small neighbours go in one piece: two calls for a thousand of them."""
+        run, start, stop = list[Tensor](), 0, 0
+        for slot in self._plan.layout.buckets[bucket].slots if self._small else ():
+            grad = self._small.pop(slot.param, None)
+            if grad is None:
+                continue
+            if run and slot.span.start != stop:
+                self._write_run(bucket, run, start, stop)
+                run = []
+            start = start if run else slot.span.start
+            run.append(grad)
+            stop = slot.span.stop
+        if run:
+            self._write_run(bucket, run, start, stop)
+
+    def _write_run(self, bucket: int, run: list[Tensor], start: int, stop: int) -> None:
+        self._scale_into(self._memory(bucket)[start:stop], _flatten(run))
+
+    def _scale_into(self, view: Tensor, grad: Tensor) -> None:
+        if grad.dtype == view.dtype:
+            torch.mul(grad, self._plan.scale, out=view)
         else:
-            view.copy_(dense).mul_(self._plan.scale)
+            view.copy_(grad).mul_(self._plan.scale)
 
     def _clear_stale(self, bucket: int, kept: Tensor) -> None:
         start = self._plan.layout.buckets[bucket].owned(self._plan.rank).start

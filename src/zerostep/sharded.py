@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NoReturn
 
@@ -25,13 +25,13 @@ from zerostep.agreement import Record, agreed, records_of
 from zerostep.blueprint import Blueprint, Settings
 from zerostep.bucketing import extend
 from zerostep.checkpoint.consolidate import StateDict, pack_groups
-from zerostep.checkpoint.fragments import assemble, entries, entry_for, fits_one_leaf
+from zerostep.checkpoint.fragments import assemble
+from zerostep.checkpoint.leaf_states import LeafStates
 from zerostep.checkpoint.restore import validate
 from zerostep.engine import Engine
 from zerostep.gathering import ForwardHooks
 from zerostep.groups import Group, all_params, normalise, options, refuse_sparse
 from zerostep.inners import InnerOptimizers, OptimizerClass, class_of
-from zerostep.leaves import Leaf, view_state
 from zerostep.mesh import Ranks, resolve
 from zerostep.objects import gather_object
 from zerostep.stats import Clock, Stats
@@ -158,9 +158,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         if self._ddp is None:
             self._broadcast()
         self._engine = Engine(self._ranks, self._layout, params, settings, reduces, self._clock)
-        self._kinds = [(param.shape, param.dtype, param.device) for param in params]
         members = self._bind_trainable()
         self._inners = InnerOptimizers(self.param_groups, members, self._blueprint.common, self._blueprint.defaults)
+        self._states = LeafStates(self._engine, self._inners)
         self.defaults = self._inners.defaults
         self._watch: Watch = self._make_watch(self._engine, reduces)
         self._watch.extend(params)
@@ -237,7 +237,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         engine, params = self._running, self._all_params
         self.synchronize()
         engine.extend(self._layout, params)
-        self._kinds = [(param.shape, param.dtype, param.device) for param in params]
         if self._ddp is None:
             with torch.no_grad():
                 for transport in (self._ranks.replicas, self._ranks.shards):
@@ -303,13 +302,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         engine = self._running
         self.synchronize()
         self._hear_verdict()
-        for index, (param, kind) in enumerate(zip(engine.params, self._kinds, strict=True)):
-            if (param.shape, param.dtype, param.device) != kind:
-                raise ValueError(
-                    f"parameter {self._layout.params[index].name!r} was {kind[1]} of shape {tuple(kind[0])} on "
-                    f"{kind[2]}, and is now {param.dtype} of shape {tuple(param.shape)} on {param.device}: build the "
-                    "optimizer after the model has its final shapes, dtype and device"
-                )
         engine.follow()
         for group, leaves in enumerate(self._bind_trainable()):
             self._inners.extend(group, leaves)
@@ -408,24 +400,11 @@ class ShardedOptimizer(Optimizer, Joinable):
 
         What is shaped like the parameter is a flat view of the owned elements where a parameter may be cut.
         """
-        if self._engine is None:
-            return {}
-        found: dict[Tensor, Any] = {}
-        for leaf, entry in self._leaf_states():
-            for fragment in leaf.fragments:
-                found[self._engine.params[fragment.param]] = view_state(entry, leaf, fragment)
-        return found
+        return {} if self._engine is None else self._states.by_parameter()
 
     @state.setter
     def state(self, value: Any) -> None:
         pass  # torch sets an empty one before anything exists
-
-    def _leaf_states(self) -> Iterator[tuple[Leaf, dict[str, Any]]]:
-        for shard in self._running.shards.values():
-            for leaf in shard.leaves:
-                entry = self._inners.state(leaf)
-                if entry:
-                    yield leaf, entry
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`."""
@@ -433,8 +412,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         if not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
         self._consolidated = []
-        make = lambda: entries(self._leaf_states(), self._layout)  # noqa: E731
-        self._consolidated = gather_object(self._ranks.shards, make, to)
+        self._consolidated = gather_object(self._ranks.shards, self._states.share, to)
 
     def release_state_dict(self) -> None:
         """Free the consolidated state that this rank may hold."""
@@ -475,28 +453,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         numbers = validate(found, self.param_groups, kinds, {})
         saved = {numbers[key]: dict(entry) for key, entry in found["state"].items() if key in numbers}
         chosen = [options(dict(group)) for group in found["param_groups"]]
-        self._load_leaves(saved, chosen)
+        self._states.load(saved, chosen)
         if self._running.witness is not None:
             self._running.witness.load(saved, chosen)
         self._inners.pull(self.param_groups)
         self._has_state, self._consolidated, self._broken = bool(saved), [], None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load_leaves(self, saved: Mapping[int, dict[str, Any]], chosen_options: Sequence[Group]) -> None:
-        engine, chosen = self._running, dict[Tensor, dict[str, Any]]()
-        for shard in engine.shards.values():
-            for leaf in list(shard.leaves):
-                parts = [leaf]
-                if not fits_one_leaf(leaf, saved):
-                    parts = shard.split_leaf(leaf)
-                    self._inners.replace(leaf, parts)
-                for part in parts:
-                    first = part.params[0]
-                    if first in saved:
-                        cut = self._layout.params[first].splittable
-                        chosen[part.tensor] = entry_for(part, saved, engine.params) if cut else saved[first]
-        self._inners.load(chosen, chosen_options)
 
     # ------------------------------------------------------------------ uneven inputs
 

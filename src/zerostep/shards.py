@@ -26,6 +26,8 @@ class Shard:
         self._parcel = FlatParcel(where, params, padded_size(where))
         self._owned = where.owned(rank)
         self._params = [params[slot.param] for slot in where.slots]
+        self._names = [layout.params[slot.param].name for slot in where.slots]
+        self._kinds = [_kind(param) for param in self._params]
         low = self.owned
         wanted = master_dtype is not None and low.is_floating_point() and low.dtype != master_dtype
         self.master = low.to(master_dtype) if wanted else None
@@ -44,10 +46,24 @@ class Shard:
 
     def follow(self) -> None:
         """Take back parameters whose `.data` was bound to other memory, and masters of parameters that were set."""
-        self._parcel.attach()
+        strays = self._parcel.strays()
+        for param in strays:
+            self._check(param)
+        if strays:
+            self._parcel.attach()
         if self.master is not None and self._versions != self._count_versions():
             self.master.copy_(self.owned)
             self._versions = self._count_versions()
+
+    def _check(self, stray: Tensor) -> None:
+        place = next(place for place, param in enumerate(self._params) if param is stray)
+        name, kind = self._names[place], self._kinds[place]
+        if _kind(stray) != kind:
+            raise ValueError(
+                f"parameter {name!r} was {kind[1]} of shape {tuple(kind[0])} on {kind[2]}, and is now {stray.dtype} of "
+                f"shape {tuple(stray.shape)} on {stray.device}: build the optimizer after the model has its final "
+                "shapes, dtype and device"
+            )
 
     def publish(self) -> None:
         """Bring the masters' new values into the parameters."""
@@ -71,3 +87,7 @@ class Shard:
 
     def _count_versions(self) -> list[int]:
         return [param._version for param in self._params]
+
+
+def _kind(param: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return param.shape, param.dtype, param.device

@@ -82,6 +82,7 @@ class Ddp:
         for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             grad = as_stored(view, param) if self._is_used(param) else None
             engine.arrived_in_ddp(self._index_of[param], grad)
+        engine.reduction.absorb()  # DDP goes on with its memory
         if bucket.is_last():
             if _in_backward():
                 after_backward(engine.place_stand_ins)
