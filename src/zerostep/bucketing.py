@@ -111,10 +111,11 @@ def _fill(
     done: list[list[int]] = []
     filling: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     room: dict[tuple[object, ...], int] = {}
+    rates = {spec.group: cost.state / spec.numel for spec, cost in zip(specs, costs, strict=True) if spec.numel}
     for index in reversed(range(len(specs))):
         spec = specs[index]
         # Every stretch of a bucket must cost the same, so that equal parts do.
-        rate = costs[index].state / max(1, spec.numel) if spec.splittable else 0
+        rate = rates.get(spec.group, 0.0) if spec.splittable else 0.0
         kind = (spec.device, spec.dtype, spec.trainable, spec.splittable, rate)
         size = spec.numel * itemsizes[index]
         if filling[kind] and size > room[kind]:

@@ -30,9 +30,12 @@ class CostModel:
     """The costs of parameters under one optimizer class, given its constructor's options and a group's own."""
 
     def __init__(
-        self, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        options: Mapping[str, Any],
+        group: Mapping[str, Any] | None = None,
     ) -> None:
-        self._class, self._options, self._group = optimizer_class, options, group
+        self._class, self._options, self._group = optimizer_class, options, group or {}
         self._state_bytes = lru_cache(maxsize=None)(self._measure)
 
     def of(self, spec: ParamSpec) -> Cost:

@@ -69,8 +69,10 @@ class ShardedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for what Python code does; autograd's own additions come to `__torch_dispatch__` directly."""
-        if func in _REFUSED:
-            raise RuntimeError(f"{_REASON} (tried: {getattr(func, '__name__', func)})")
+        name = getattr(func, "__name__", str(func))
+        asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if asked not in _HARMLESS:
+            raise RuntimeError(f"{_REASON} (tried: {asked or name})")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -85,10 +87,73 @@ class ShardedGradient(torch.Tensor):
         return known(func, args, kwargs or {})
 
 
-# Python code that adds to a gradient is not autograd that accumulates one. A norm outside of clipping is mostly asked
-# for by one rank alone, which would wait for the others for ever.
-_REFUSED = frozenset(
-    [Tensor.add_, Tensor.__iadd__, Tensor.add, torch.add, Tensor.norm, torch.norm, Tensor.data.__get__]  # type: ignore[attr-defined]
+# What Python code may ask of a gradient or do to it. Adding is not among it: it would be taken for autograd that
+# accumulates. Nor is a norm outside of clipping: it is mostly asked for by one rank alone, which would wait for ever.
+_HARMLESS = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_leaf",
+        "requires_grad",
+        "grad_fn",
+        "grad",
+        "names",
+        "itemsize",
+        "nbytes",
+        "_version",
+        "output_nr",
+        "retains_grad",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__hash__",
+        "__len__",
+        "__dir__",
+        "dim",
+        "size",
+        "stride",
+        "numel",
+        "nelement",
+        "element_size",
+        "data_ptr",
+        "ndimension",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "get_device",
+        "storage_offset",
+        "type",
+        "requires_grad_",
+        "detach",
+        "detach_",
+        "zero_",
+        "mul_",
+        "__imul__",
+        "div_",
+        "__itruediv__",
+        "clamp_",
+        "clamp_max_",
+        "clamp_min_",
+        "clip_",
+        "linalg_vector_norm",
+        "_foreach_norm",
+        "_foreach_mul_",
+        "_foreach_div_",
+        "_foreach_clamp_max_",
+        "_foreach_clamp_min_",
+        "_foreach_zero_",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    ]
 )
 
 
@@ -116,7 +181,20 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _norms(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     gradients, norm_type = args[0], float(args[1]) if len(args) > 1 else 2.0
-    return _keeper(gradients[0]).norms([gradient.param for gradient in gradients], norm_type)
+    found: list[Any] = [None] * len(gradients)
+    for keeper, places in _by_keeper(gradients):
+        part = [gradients[place] for place in places]
+        norms = func(part, *args[1:]) if keeper is None else keeper.norms([each.param for each in part], norm_type)
+        for place, norm in zip(places, norms, strict=True):
+            found[place] = norm
+    return found
+
+
+def _by_keeper(gradients: Sequence[Tensor]) -> list[tuple[GradientKeeper | None, list[int]]]:
+    """Gradients of several optimizers, and ordinary ones, may stand in one list."""
+    keepers = [_keeper(each) if isinstance(each, ShardedGradient) else None for each in gradients]
+    order = list(dict.fromkeys(keepers))
+    return [(keeper, [place for place, found in enumerate(keepers) if found is keeper]) for keeper in order]
 
 
 def _edit(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -131,13 +209,22 @@ def _edit_all(func: Any, args: Any, kwargs: Any) -> None:
     gradients, *others = args
     if any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(others)):
         raise RuntimeError(f"{_REASON} (tried: {func} with other tensors)")
-    params = [gradient.param for gradient in gradients]
-    _keeper(gradients[0]).edit(params, lambda part: func([part], *others, **kwargs))
+    for keeper, places in _by_keeper(gradients):
+        part = [gradients[place] for place in places]
+        if keeper is None:
+            func(part, *others, **kwargs)
+        else:
+            keeper.edit([each.param for each in part], lambda kept: func([kept], *others, **kwargs))
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     gradients, found_inf, inverse = args
-    _keeper(gradients[0]).unscale([gradient.param for gradient in gradients], found_inf, inverse)
+    for keeper, places in _by_keeper(gradients):
+        part = [gradients[place] for place in places]
+        if keeper is None:
+            func(part, found_inf, inverse)
+        else:
+            keeper.unscale([each.param for each in part], found_inf, inverse)
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -162,6 +249,7 @@ _KNOWN: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _aten._foreach_clamp_max_.Scalar: _edit_all,
     _aten._foreach_clamp_min_.Scalar: _edit_all,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    _aten._foreach_zero_.default: _edit_all,
     _aten.zero_.default: _edit,
     _aten.detach.default: _same,
 }

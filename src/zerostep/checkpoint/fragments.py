@@ -62,32 +62,38 @@ def _put(entry: Entry, item: Mapping[str, Any], param: Tensor) -> None:
         flat_alias(entry[key])[start:stop].copy_(value.reshape(-1))
 
 
-def fits_one_leaf(leaf: Leaf, saved: Mapping[int, Entry]) -> bool:
-    """Whether the fragments of a leaf may share a state: all have the same keys and the same scalars."""
+def fits_one_leaf(leaf: Leaf, saved: Mapping[int, Entry], params: Sequence[Tensor]) -> bool:
+    """Whether the fragments of a leaf may share a state: all have the same keys, and the same where it is not cut."""
     found = [saved.get(fragment.param, {}) for fragment in leaf.fragments]
     first = found[0]
     return all(
         entry.keys() == first.keys()
-        and all((key in _SCALARS and _equal(entry[key], first[key])) or key not in _SCALARS for key in entry)
-        for entry in found[1:]
+        and all(_is_cut(key, entry[key], params[index]) or _equal(entry[key], first[key]) for key in entry)
+        for index, entry in zip(leaf.params[1:], found[1:], strict=True)
     )
 
 
 def entry_for(leaf: Leaf, saved: Mapping[int, Entry], params: Sequence[Tensor]) -> Entry:
     """The state of a leaf of splittable parameters, from that of whole ones."""
-    first = saved[leaf.fragments[0].param]
+    index = leaf.params[0]
     return {
         key: _cat([_stretch(saved[f.param][key], params[f.param], f) for f in leaf.fragments])
-        if isinstance(value, Tensor) and key not in _SCALARS
+        if _is_cut(key, value, params[index])
         else value
-        for key, value in first.items()
+        for key, value in saved[index].items()
     }
+
+
+def _is_cut(key: str, value: Any, param: Tensor) -> bool:
+    """Whether a piece of state has one number for each element; of a parameter without dimensions, names must tell."""
+    return isinstance(value, Tensor) and value.shape == param.shape and (param.dim() > 0 or key not in _SCALARS)
 
 
 def _stretch(value: Tensor, param: Tensor, fragment: Fragment) -> Tensor:
     """The elements of a fragment, in the order of the parameter's memory."""
-    ordered = value if value.stride() == param.stride() else torch.empty_like(param, device="cpu").copy_(value)
-    return flat_alias(ordered)[fragment.part.start : fragment.part.stop]
+    if value.stride() != param.stride():
+        value = torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
+    return flat_alias(value)[fragment.part.start : fragment.part.stop]
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ class LeafStates:
         for shard in self._engine.shards.values():
             for leaf in list(shard.leaves):
                 parts = [leaf]
-                if not fits_one_leaf(leaf, saved):
+                if not fits_one_leaf(leaf, saved, self._engine.params):
                     parts = shard.split_leaf(leaf)
                     self._inners.replace(leaf, parts)
                 chosen |= {part.tensor: self._entry(part, saved) for part in parts if part.params[0] in saved}
