@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := src tests benchmarks
+SOURCES := src tests benchmarks examples
 
 .PHONY: help demo test lint format bench bench-overlap bench-sharded clean
 help:

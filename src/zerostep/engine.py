@@ -237,7 +237,8 @@ class Engine:
             # A whole gradient that came through a hook is a sum already.
             if param.requires_grad and not (whole and index in self.reduction.used):
                 self.arrived(index)
-        if self.reduction.open or not (self._control.blocks_host or self.reduction.rounds):
+        if self.reduction.open or not self.reduction.rounds:
+            # Without a backward pass here, the others wait for this rank in theirs.
             self.reduction.flush()
 
     def _meet(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zerostep.bucketing import padded_size
 from zerostep.exchange import Exchange, Reducing
-from zerostep.layout import Layout
+from zerostep.layout import Layout, Span
 from zerostep.stats import Clock
 
 __all__ = ["Plan", "Reduction"]
@@ -211,7 +211,7 @@ class Reduction:
         return memory
 
     def _keep(self, bucket: int, part: Tensor) -> None:
-        before = None if self._plan.whole else self.kept.get(bucket)
+        before = self.kept.get(bucket)
         if before is None:
             self.kept[bucket] = part
         else:
@@ -261,8 +261,11 @@ class Reduction:
             view.copy_(grad).mul_(self._plan.scale)
 
     def _clear_stale(self, bucket: int, kept: Tensor) -> None:
-        start = self._plan.layout.buckets[bucket].owned(self._plan.rank).start
-        if self._stale:
-            for fragment in self._plan.layout.fragments_in(bucket, self._plan.rank):
-                if fragment.param in self._stale:
-                    kept[fragment.place.start - start : fragment.place.stop - start].zero_()
+        if not self._stale:
+            return
+        where = self._plan.layout.buckets[bucket]
+        start = 0 if self._plan.whole else where.owned(self._plan.rank).start
+        for slot in where.slots:
+            if slot.param in self._stale:
+                span = slot.span.intersect(Span(start, start + kept.numel())).shift(-start)
+                kept[span.start : span.stop].zero_()

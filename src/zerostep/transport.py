@@ -15,6 +15,7 @@ Order is the contract: all ranks make the same calls in the same order, from one
 
 from __future__ import annotations
 
+import atexit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol
 from uuid import uuid4
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -375,6 +377,7 @@ class CompanionTransport(GroupTransport):
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         self._gloo: Any = gloo
+        _companions.add(self)
         self.rank = gloo.rank()
         self.world_size = gloo.size()
 
@@ -415,6 +418,16 @@ class CompanionTransport(GroupTransport):
     def companion(self) -> Transport:
         """A companion needs no companion."""
         raise TransportError("a companion transport has no companion of its own")
+
+
+_companions: WeakSet[CompanionTransport] = WeakSet()
+
+
+@atexit.register
+def _end_companions() -> None:
+    """torch ends the groups that it has names for. The threads of ours must not outlive the interpreter."""
+    for companion in list(_companions):
+        companion._gloo = None
 
 
 class _Staged:

@@ -1,0 +1,60 @@
+"""What the examples share, none of it about sharding: local ranks, a small GPT, real text, what to print."""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerostep.demo import GPT, GPTShape
+
+SHAPE = GPTShape(context=32, width=128, heads=4, layers=2)
+
+
+def start() -> torch.device:
+    """Meet the other ranks, over NCCL if there is a GPU for each and over Gloo if not; the device of this rank."""
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count() >= ranks
+    if gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if gpus else "gloo")
+    return torch.device("cuda", rank) if gpus else torch.device("cpu")
+
+
+def build(device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
+    """A byte-level GPT, the same at every call."""
+    torch.manual_seed(0)
+    return GPT(SHAPE).to(device, dtype)
+
+
+def batches(count: int, device: torch.device) -> Iterator[Tensor]:
+    """Windows of the sources of Python's standard library, others on every rank, the same at every call."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = torch.frombuffer(bytearray(b"".join(source.read_bytes() for source in sources)), dtype=torch.uint8)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(count):
+        starts = torch.randint(len(text) - SHAPE.context, (16, 1), generator=random)
+        yield text[starts + torch.arange(SHAPE.context + 1)].to(device, torch.long)
+
+
+def mean(value: Tensor) -> float:
+    """The mean over all ranks."""
+    total = value.detach().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """The optimizer state that this rank holds."""
+    tensors = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.dim())
+
+
+def say(*lines: str) -> None:
+    """Print, on one rank."""
+    if dist.get_rank() == 0:
+        print("\n".join(lines), flush=True)
