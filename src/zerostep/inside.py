@@ -21,7 +21,7 @@ logger = logging.getLogger("zerostep")
 
 _TOO_LATE = (
     "with overlap_with_ddp=True the parameters are updated inside backward(), with the gradients as DDP reduced them. "
-    "Use overlap_with_ddp=False for it, zerostep.ShardedOptimizer where available, or set_gradient_callback() for "
+    "Use overlap_with_ddp=False for it, or zerostep.ShardedOptimizer, or set_gradient_callback() for "
     "edits that need no sight of all gradients"
 )
 

@@ -130,6 +130,9 @@ def _spare_counts(group: ProcessGroup) -> None:
     wanted = {"first": 6.0, "branches.0": 6.0, "branches.1": 2.0, "branches.2": 4.0}
     for name, count in wanted.items():
         assert steps[f"{name}.weight"] == steps[f"{name}.bias"] == count
+    fresh = sharded(group, model)
+    fresh.load_state_dict(state)
+    assert_same_state_dict(whole_state(fresh), state)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -445,6 +448,21 @@ class SignSGD(Optimizer):
                     param.add_(average.sign(), alpha=-group["lr"])
 
 
+class Decaying(Optimizer):
+    """Every step changes the options of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / group["steps"])
+
+
 class Lamb(Optimizer):
     """The step of a parameter depends on the norm of all its elements."""
 
@@ -470,7 +488,7 @@ def _user_class(group: ProcessGroup, kind: type[Optimizer]) -> bool:
     return answer
 
 
-@pytest.mark.parametrize(("kind", "split"), [(SignSGD, True), (Lamb, False)])
+@pytest.mark.parametrize(("kind", "split"), [(SignSGD, True), (Decaying, True), (Lamb, False)])
 def test_a_class_of_the_users_own_equals_plain_and_is_cut_if_it_may_be(
     pool: Pool, kind: type[Optimizer], split: bool
 ) -> None:
@@ -755,7 +773,9 @@ LOOKS: dict[str, Look] = {
 
 
 def _looking(group: ProcessGroup, way: str, look: str) -> int:
-    contest = Contest(build=lambda: _seeded(Reader), ours={"gather": "forward"}, batches="matrices")
+    # A bucket for every parameter: none comes because a neighbour was waited for.
+    ours_alone = {"gather": "forward", "bucket_mb": 0.00001}
+    contest = Contest(build=lambda: _seeded(Reader), ours=ours_alone, batches="matrices")
     plain, twin = contest.plain(group)
     model, optimizer = contest.sharded(group, way)
     with _late(optimizer) as waits:
