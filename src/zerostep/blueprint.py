@@ -19,6 +19,9 @@ from zerostep.splitting import is_elementwise, is_separable
 
 __all__ = ["Blueprint", "Settings"]
 
+_HOST_BUCKET = 5 << 20
+_LEAST_BUCKET, _MOST_BUCKET, _BUCKETS = 25 << 20, 100 << 20, 32
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,7 +32,7 @@ class Settings:
     gather: Literal["step", "forward"] = "step"
     master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    bucket_mb: float = 5.0
+    bucket_mb: float | None = None
 
     def check(self) -> None:
         """`ValueError` for a value that means nothing."""
@@ -39,7 +42,8 @@ class Settings:
         for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
-        if not isinstance(self.bucket_mb, (int, float)) or not 0 < self.bucket_mb < math.inf:
+        wanted = 1.0 if self.bucket_mb is None else self.bucket_mb
+        if not isinstance(wanted, (int, float)) or not 0 < wanted < math.inf:
             raise ValueError(f"bucket_mb must be a positive number of megabytes, got {self.bucket_mb!r}")
 
 
@@ -81,7 +85,16 @@ class Blueprint:
             specs += known
             costs += [model.of(spec) for spec in known]
         sizes = [param.element_size() for param in all_params(groups)]
-        return fill(specs, world_size, max(1, int(self.settings.bucket_mb * 2**20)), sizes, costs)
+        return fill(specs, world_size, self._bucket_bytes(specs, sizes), sizes, costs)
+
+    def _bucket_bytes(self, specs: Sequence[ParamSpec], sizes: Sequence[int]) -> int:
+        """As measured: small on the host, where messages are slow; fewer on an accelerator, where launches are."""
+        if self.settings.bucket_mb is not None:
+            return max(1, int(self.settings.bucket_mb * 2**20))
+        if all(spec.device.startswith("cpu") for spec in specs):
+            return _HOST_BUCKET
+        total = sum(spec.numel * size for spec, size in zip(specs, sizes, strict=True) if spec.trainable)
+        return min(max(total // _BUCKETS, _LEAST_BUCKET), _MOST_BUCKET)
 
     def _specs(self, group: Group, number: int, first: int) -> list[ParamSpec]:
         splittable = self._splits(class_of(group, self.common), own_options(group))

@@ -23,6 +23,7 @@ __all__ = ["Cost", "extend", "fill", "padded_size"]
 # Parts that are long enough start where vector instructions like it.
 _ALIGNMENT = 64
 _LONG = 256 * _ALIGNMENT
+_FAST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def fill(
     groups = _fill(specs, itemsizes, costs, bucket_bytes)
     buckets = [
         (
-            _cut(specs, members, shares, world_size)
+            _cut(specs, members, itemsizes[members[0]], shares, world_size)
             if specs[members[0]].splittable
             else _whole(specs, members, owners, world_size)
         )
@@ -116,8 +117,10 @@ def _fill(
         spec = specs[index]
         # Every stretch of a bucket must cost the same, so that equal parts do.
         rate = rates.get(spec.group, 0.0) if spec.splittable else 0.0
-        kind = (spec.device, spec.dtype, spec.trainable, spec.splittable, rate)
         size = spec.numel * itemsizes[index]
+        # Whole parameters go by owner, so those of odd sizes cannot simply go last.
+        odd = not spec.splittable and _is_odd(size)
+        kind = (spec.device, spec.dtype, spec.trainable, spec.splittable, rate, odd)
         if filling[kind] and size > room[kind]:
             done.append(filling.pop(kind))
         room[kind] = (room[kind] if filling[kind] else bucket_bytes) - size
@@ -126,9 +129,11 @@ def _fill(
     return sorted(done, key=lambda members: (not specs[members[0]].trainable, -min(members)))
 
 
-def _cut(specs: Sequence[ParamSpec], members: Sequence[int], shares: Sequence[int] | None, world_size: int) -> Bucket:
-    """A bucket of splittable parameters; those of one group are neighbours."""
-    order = sorted(members, key=lambda index: (specs[index].group, index))
+def _cut(
+    specs: Sequence[ParamSpec], members: Sequence[int], itemsize: int, shares: Sequence[int] | None, world_size: int
+) -> Bucket:
+    """A bucket of splittable parameters; those of one group are neighbours, those of odd sizes behind the others."""
+    order = sorted(members, key=lambda index: (_is_odd(specs[index].numel * itemsize), specs[index].group, index))
     slots = _slots(specs, order, {})
     size = slots[-1].span.stop
     return _bucket(specs[order[0]], slots, _even(size, world_size) if shares is None else _proportional(size, shares))
@@ -141,6 +146,11 @@ def _whole(specs: Sequence[ParamSpec], members: Sequence[int], owners: dict[int,
     for index in order:
         parts[owners[index]] += specs[index].numel
     return _bucket(specs[order[0]], _slots(specs, order, owners), tuple(accumulate(parts, initial=0)))
+
+
+def _is_odd(size: int) -> bool:
+    """Behind a parameter of such a size, others would lie where fast kernels do not like them."""
+    return size % _FAST_BYTES != 0
 
 
 def _slots(specs: Sequence[ParamSpec], order: Sequence[int], owners: dict[int, int]) -> tuple[Slot, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch.profiler import record_function
 
 __all__ = ["Clock", "Stats"]
@@ -42,16 +43,21 @@ class Clock:
     @contextmanager
     def phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
         """A range in a profile."""
-        with record_function(_title(name, bucket)):
+        with _range(_title(name, bucket)):
             yield
 
     @contextmanager
     def waiting(self, name: str, bucket: int | None = None) -> Iterator[None]:
         """A range in a profile in which the host waits."""
         start = time.perf_counter()
-        with record_function(f"{_title(name, bucket)} wait"):
+        with _range(f"{_title(name, bucket)} wait"):
             yield
         self.waited[name] += time.perf_counter() - start  # type: ignore[assignment]
+
+
+def _range(title: str) -> AbstractContextManager[object]:
+    """A range costs more than many a bucket's work, so only for somebody who looks."""
+    return record_function(title) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 def _title(name: str, bucket: int | None) -> str:
