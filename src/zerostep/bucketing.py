@@ -24,6 +24,9 @@ __all__ = ["Cost", "extend", "fill", "padded_size"]
 _ALIGNMENT = 64
 _LONG = 256 * _ALIGNMENT
 _FAST_BYTES = 16
+_MANY = 64
+_ALMOST = 0.75
+_SMALL_AT_THE_END = (4, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +112,58 @@ def _fill(
     specs: Sequence[ParamSpec], itemsizes: Sequence[int], costs: Sequence[Cost], bucket_bytes: int
 ) -> list[list[int]]:
     """The members of each bucket; a bucket comes as early as its last gradient does."""
-    done: list[list[int]] = []
-    filling: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    room: dict[tuple[object, ...], int] = {}
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    sizes = [spec.numel * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
     rates = {spec.group: cost.state / spec.numel for spec, cost in zip(specs, costs, strict=True) if spec.numel}
     for index in reversed(range(len(specs))):
         spec = specs[index]
         # Every stretch of a bucket must cost the same, so that equal parts do.
         rate = rates.get(spec.group, 0.0) if spec.splittable else 0.0
-        size = spec.numel * itemsizes[index]
         # Whole parameters go by owner, so those of odd sizes cannot simply go last.
-        odd = not spec.splittable and _is_odd(size)
-        kind = (spec.device, spec.dtype, spec.trainable, spec.splittable, rate, odd)
-        if filling[kind] and size > room[kind]:
-            done.append(filling.pop(kind))
-        room[kind] = (room[kind] if filling[kind] else bucket_bytes) - size
-        filling[kind].append(index)
-    done += [members for members in filling.values() if members]
+        odd = not spec.splittable and _is_odd(sizes[index])
+        # Norms and biases may come much later than the weights beside them, which should not have to wait.
+        small = sizes[index] * _MANY < bucket_bytes
+        alike[spec.device, spec.dtype, spec.trainable, spec.splittable, rate, odd, small].append(index)
+    done = [members for kind in alike.values() for members in _divide(kind, sizes, bucket_bytes)]
     return sorted(done, key=lambda members: (not specs[members[0]].trainable, -min(members)))
+
+
+def _divide(members: list[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Full buckets, but small ones at the end: nothing is left to hide behind when the last gradients come, nor when
+    the next forward pass begins, which needs the same parameters first.
+    """
+    if sum(sizes[index] for index in members) <= bucket_bytes:
+        return [members]
+    small = list[list[int]]()
+    for part in _SMALL_AT_THE_END:
+        if members:
+            end = _cut_off(members, sizes, bucket_bytes // part)
+            small.insert(0, members[end:])
+            members = members[:end]
+    return [*_full(members, sizes, bucket_bytes), *small]
+
+
+def _cut_off(members: Sequence[int], sizes: Sequence[int], room: int) -> int:
+    """Where the last bucket begins: it has at least one member, and as many as there is room for."""
+    end = len(members) - 1
+    room -= sizes[members[end]]
+    while end and sizes[members[end - 1]] <= room:
+        end -= 1
+        room -= sizes[members[end]]
+    return end
+
+
+def _full(members: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """A bucket that is almost full is closed: the little that would still go in may come much later."""
+    found: list[list[int]] = []
+    filled = bucket_bytes
+    for index in members:
+        if filled >= _ALMOST * bucket_bytes or filled + sizes[index] > bucket_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append(index)
+        filled += sizes[index]
+    return found
 
 
 def _cut(
