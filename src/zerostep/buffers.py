@@ -17,7 +17,7 @@ from torch import Tensor
 from zerostep.layout import Bucket, Layout, Slot
 from zerostep.transport import Parcel, Piece
 
-__all__ = ["FlatParcel", "InPlace", "Packed", "ScatteredParcel", "flat_alias", "is_dense", "make_parcels"]
+__all__ = ["FlatParcel", "InPlace", "Packed", "ScatteredParcel", "Scratch", "flat_alias", "is_dense", "make_parcels"]
 
 # From how many bytes on a parameter travels alone, and how many bytes small ones are packed into, at most. On an
 # accelerator a copy is cheap and a launch is dear.
@@ -42,6 +42,36 @@ def flat_alias(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, sharing its storage and version counter but not its graph."""
     found = tensor.detach()
     return found.view(-1) if found.is_contiguous() else found.as_strided((found.numel(),), (1,))
+
+
+class Scratch:
+    """Host memory that is used again: fresh pages cost more than what is written to them.
+
+    Whoever takes some gives it back, or lets it go for good.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that nobody else has; what it holds is anybody's guess."""
+        size = numel * dtype.itemsize
+        fitting = [place for place, memory in enumerate(self._free) if memory.numel() >= size]
+        place = min(fitting, key=lambda place: self._free[place].numel(), default=None)
+        base = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
+        self._lent[base.data_ptr()] = base
+        return base[:size].view(dtype)
+
+    def give(self, memory: Tensor) -> None:
+        """Take back what was lent; of others' memory, nothing is kept."""
+        base = self._lent.pop(memory.data_ptr(), None)
+        if base is not None:
+            self._free.append(base)
+
+    def trim(self) -> None:
+        """Let go of what nobody has."""
+        self._free = []
 
 
 def make_parcels(

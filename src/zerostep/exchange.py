@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zerostep.bucketing import padded_size
+from zerostep.buffers import Scratch
 from zerostep.layout import Bucket
 from zerostep.transport import Flight, NullTransport, Transport
 
@@ -33,8 +34,8 @@ _MESSAGE_BYTES = 4 << 20
 class Reducing(Protocol):
     """A bucket of gradients on its way to the owners."""
 
-    def finish(self) -> Tensor:
-        """This rank's part of the sum, in memory of its own."""
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        """This rank's part of the sum, in memory of its own: in `out`, if that is of use."""
 
 
 class Gathering(Protocol):
@@ -92,7 +93,7 @@ class _Here:
     memory: Tensor
     words: Sequence[int] = ()
 
-    def finish(self) -> Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         return self.memory
 
 
@@ -140,16 +141,18 @@ class HostExchange:
     def __init__(self, transport: Transport) -> None:
         self._transport, self._rank, self._world = transport, transport.rank, transport.world_size
         self.bytes_sent = self.bytes_received = 0
+        self._scratch = Scratch()
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> Reducing:
         """Every rank's part to its owner, who sums in the order of the ranks."""
         host = memory.cpu()
         mine = host[bucket.cuts[self._rank] : bucket.cuts[self._rank + 1]]
-        rooms = {source: torch.empty_like(mine) for _, source in self._partners()} if mine.numel() else {}
+        sources = [source for _, source in self._partners()] if mine.numel() else []
+        rooms = {source: self._scratch.take(mine.numel(), mine.dtype) for source in sources}
         pairs = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, rooms.get(source), source)
                  for to, source in self._partners()]  # fmt: skip
         flights = self._swap(pairs, _TAG_REDUCE)
-        return _HostReducing(self._rank, mine, rooms, flights, memory.device)
+        return _HostReducing(self._rank, mine, rooms, flights, memory.device, self._scratch)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> Gathering:
         """Every owner's part to all, straight into place where the memory is the host's."""
@@ -206,13 +209,16 @@ class _HostReducing:
     rooms: dict[int, Tensor]
     flights: _Flights
     device: torch.device
+    scratch: Scratch
 
-    def finish(self) -> Tensor:
-        total = torch.empty_like(self.mine)
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        total = torch.empty_like(self.mine) if out is None or out.device.type != "cpu" else out
         for number, place in enumerate(_pieces(total)):
             self._sum(number, place)
         for flight in self.flights.sends:
             flight.wait()
+        for room in self.rooms.values():
+            self.scratch.give(room)
         return total.to(self.device)
 
     def _sum(self, number: int, place: Tensor) -> None:
@@ -303,5 +309,5 @@ class _StreamReducing:
     memory: Tensor  # read by the backend until the flight has landed
     length: int
 
-    def finish(self) -> Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         return self.flight.wait()[: self.length]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zerostep.bucketing import padded_size
+from zerostep.buffers import Scratch
 from zerostep.exchange import Exchange, Reducing
 from zerostep.layout import Layout, Span
 from zerostep.stats import Clock
@@ -65,6 +66,8 @@ class Reduction:
         self._next = 0
         self._open = False
         self._flying: deque[tuple[int, int, Reducing, Tensor]] = deque()
+        self._scratch = Scratch()
+        self._spare: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
         self.used: set[int] = set()
         self.rounds = 0
@@ -131,6 +134,7 @@ class Reduction:
         """Drop the gradients of some parameters, or of all."""
         if params is None:
             self.finish()
+            self._spare = self.kept if not self._plan.whole else {}
             self.kept, self.used, self._stale = {}, set(), set()
         else:
             gone = self.used.intersection(params)
@@ -166,6 +170,7 @@ class Reduction:
 
     def _close(self) -> None:
         self._open = False
+        self._scratch.trim()
         self.rounds += 1
 
     def _launch_full(self) -> bool:
@@ -194,8 +199,10 @@ class Reduction:
     def _land(self) -> None:
         _, bucket, reducing, memory = self._flying.popleft()
         with self._clock.waiting("reduce", bucket):
-            part = self._across(reducing.finish())
+            part = self._across(reducing.finish(self._spare.pop(bucket, None)))
         self._keep(bucket, self._gathered(bucket, part, memory) if self._plan.whole else part)
+        if self._plan.exchanges[bucket].blocks_host and not self._plan.whole:
+            self._scratch.give(memory)
 
     def _land_earlier_rounds(self) -> None:
         while self._flying and self._flying[0][0] != self.rounds:
@@ -225,7 +232,10 @@ class Reduction:
         if bucket not in self._buffers:
             where = self._plan.layout.buckets[bucket]
             device = self._plan.params[where.slots[0].param].device
-            self._buffers[bucket] = torch.empty(padded_size(where), dtype=self._plan.dtypes[bucket], device=device)
+            size, dtype = padded_size(where), self._plan.dtypes[bucket]
+            on_host = device.type == "cpu"
+            made = self._scratch.take(size, dtype) if on_host else torch.empty(size, dtype=dtype, device=device)
+            self._buffers[bucket] = made
         return self._buffers[bucket]
 
     def _write(self, param: int, bucket: int, grad: Tensor) -> None:
