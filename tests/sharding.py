@@ -64,6 +64,13 @@ def whole_state(optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
+def without_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as an optimizer has it that keeps no masters."""
+    entries = {key: {name: x for name, x in entry.items() if name != "master"} for key, entry in state["state"].items()}
+    assert entries != state["state"], "no masters"
+    return {**state, "state": entries}
+
+
 def unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict without the names of parameters."""
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in state["param_groups"]]

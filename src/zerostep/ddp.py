@@ -40,5 +40,7 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def as_stored(view: Tensor, param: Tensor) -> Tensor:
-    """DDP keeps a gradient in the memory order of its parameter, but shows it as if it were contiguous."""
+    """DDP keeps a gradient in the memory order of its parameter, but shows it as if it were contiguous and real."""
+    if param.is_complex() and not view.is_complex():
+        view = view.reshape(-1).view(param.dtype)
     return view.as_strided(param.shape, param.stride()) if is_dense(param) else view

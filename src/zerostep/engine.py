@@ -11,7 +11,7 @@ gather   the new parameters go to everyone; waited for at the end of the step or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import RLock
 from weakref import ref
 
@@ -33,6 +33,7 @@ from zerostep.mesh import Ranks
 from zerostep.reduction import Plan, Reduction
 from zerostep.shards import Shard
 from zerostep.stats import Clock
+from zerostep.transport import TransportError
 from zerostep.verification import Witness
 
 __all__ = ["Engine"]
@@ -234,8 +235,8 @@ class Engine:
             grad = param.grad
             if grad is None or (type(grad) is ShardedGradient and grad.arrived is None):
                 continue
-            # A whole gradient that came through a hook is a sum already.
-            if param.requires_grad and not (whole and index in self.reduction.used):
+            # A whole gradient that came through a hook is a sum already; it counts again where a further pass began.
+            if param.requires_grad and not (whole and index in self.reduction.used and not self.reduction.open):
                 self.arrived(index)
         if self.reduction.open or not self.reduction.rounds:
             # Without a backward pass here, the others wait for this rank in theirs.
@@ -298,9 +299,10 @@ class Engine:
         self.reduction.finish()
         for index in self.reduction.used:
             bucket, span = self.layout.place_of(index)
-            if bucket not in self.reduction.kept:
-                continue
             param = self.params[index]
+            handed_out = param.grad is not None and type(param.grad) is not ShardedGradient
+            if bucket not in self.reduction.kept or handed_out:
+                continue
             place = self.reduction.kept[bucket][span.start : span.stop]
             param.grad = place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
         self.reduction.kept = {}
@@ -375,6 +377,14 @@ class Engine:
             return []
         with self.clock.waiting("meet"):
             return [rank for rank, row in enumerate(verdict.wait()) if row[0]]
+
+    def recover(self) -> None:
+        """Take note of what was told before something failed, so as to begin anew."""
+        self.trouble = None
+        with suppress(TransportError):
+            self.gathers.wait()
+            self.hear()
+            self.failed()
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter, the same on all ranks."""

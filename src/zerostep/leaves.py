@@ -46,8 +46,7 @@ class Leaf:
 def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Sequence[Tensor]) -> list[Leaf]:
     """The leaves of the part of a bucket that `rank` owns; `shard` is the memory of that part."""
     start = layout.buckets[bucket].owned(rank).start
-    # A splittable parameter without elements has nothing to update, and its place may be in another rank's part.
-    fragments = [f for f in layout.fragments_in(bucket, rank) if f.part.length or not layout.params[f.param].splittable]
+    fragments = layout.fragments_in(bucket, rank)
     found = list[Leaf]()
     for (group, _, atomic), run in groupby(fragments, key=lambda fragment: _kind(layout, fragment)):
         members = tuple(run)
@@ -56,9 +55,10 @@ def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Se
 
 
 def _kind(layout: Layout, fragment: Fragment) -> tuple[int, int, bool]:
-    """Fragments of one kind share a leaf; an atomic parameter is a kind of its own."""
+    """Fragments of one kind share a leaf; what cannot be cut, or has nothing to cut, is a kind of its own."""
     spec = layout.params[fragment.param]
-    return spec.group, -1 if spec.splittable else fragment.param, not spec.splittable
+    whole = not (spec.splittable and spec.numel)
+    return spec.group, fragment.param if whole else -1, whole
 
 
 def _leaf(bucket: int, group: int, run: tuple[Fragment, ...], start: int, shard: Tensor, like: Tensor | None) -> Leaf:

@@ -134,7 +134,9 @@ class Reduction:
         """Drop the gradients of some parameters, or of all."""
         if params is None:
             self.finish()
-            self._spare = self.kept if not self._plan.whole else {}
+            # Those that are under way at the end of backward have no part yet, and should not.
+            late = self._order[-_UNDER_WAY:] if not self._plan.whole else list(self.kept)
+            self._spare = {bucket: part for bucket, part in self.kept.items() if bucket not in late}
             self.kept, self.used, self._stale = {}, set(), set()
         else:
             gone = self.used.intersection(params)
@@ -183,6 +185,8 @@ class Reduction:
 
     def _launch(self) -> None:
         bucket = self._order[self._next]
+        while len(self._flying) >= _UNDER_WAY:
+            self._land()
         memory = self._memory(bucket)
         self._write_small(bucket)
         for slot in self._plan.layout.buckets[bucket].slots:
@@ -193,8 +197,6 @@ class Reduction:
         self._flying.append((self.rounds, bucket, reducing, memory))
         del self._buffers[bucket], self._missing[bucket]
         self._next += 1
-        while len(self._flying) > _UNDER_WAY:
-            self._land()
 
     def _land(self) -> None:
         _, bucket, reducing, memory = self._flying.popleft()

@@ -454,6 +454,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         numbers = validate(found, self.param_groups, kinds, {})
         saved = {numbers[key]: dict(entry) for key, entry in found["state"].items() if key in numbers}
         chosen = [options(dict(group)) for group in found["param_groups"]]
+        self._running.recover()
         self._states.load(saved, chosen)
         if self._running.witness is not None:
             self._running.witness.load(saved, chosen)

@@ -52,7 +52,9 @@ class Shard:
         if strays:
             self._parcel.attach()
         if self.master is not None and self._versions != self._count_versions():
-            self.master.copy_(self.owned)
+            # Only what somebody has set: elsewhere the master knows more than the parameter.
+            changed = self.master.to(self.owned.dtype) != self.owned
+            self.master[changed] = self.owned[changed].to(self.master.dtype)
             self._versions = self._count_versions()
 
     def _check(self, stray: Tensor) -> None:

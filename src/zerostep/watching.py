@@ -80,6 +80,8 @@ class Ddp:
         if engine is None:
             raise RuntimeError("the optimizer of this DDP module is gone: wrap the module anew")
         for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if not param.requires_grad:
+                continue  # frozen since; DDP does not know
             grad = as_stored(view, param) if self._is_used(param) else None
             engine.arrived_in_ddp(self._index_of[param], grad)
         engine.reduction.absorb()  # DDP goes on with its memory

@@ -15,6 +15,9 @@ from zerostep.leaves import Leaf, view_state
 
 __all__ = ["LeafStates"]
 
+# Beside what the optimizer keeps, a checkpoint has the masters: parameters are too coarse to make them from.
+MASTER = "master"
+
 
 class LeafStates:
     """What the inner optimizers know about this rank's leaves."""
@@ -27,7 +30,7 @@ class LeafStates:
             for leaf in shard.leaves:
                 entry = self._inners.state(leaf)
                 if entry:
-                    yield leaf, entry
+                    yield leaf, entry if shard.master is None else {**entry, MASTER: leaf.tensor.detach()}
 
     def by_parameter(self) -> dict[Tensor, Entry]:
         """The state of each parameter that has a part here; where it may be cut, flat views of the owned elements."""
@@ -51,9 +54,15 @@ class LeafStates:
                     parts = shard.split_leaf(leaf)
                     self._inners.replace(leaf, parts)
                 chosen |= {part.tensor: self._entry(part, saved) for part in parts if part.params[0] in saved}
+        masters = {tensor: entry.pop(MASTER) for tensor, entry in chosen.items() if MASTER in entry}
         self._inners.load(chosen, options)
+        for shard in self._engine.shards.values():
+            for leaf in shard.leaves:
+                if shard.master is not None and leaf.tensor in masters:
+                    leaf.tensor.detach().copy_(masters[leaf.tensor])
 
     def _entry(self, leaf: Leaf, saved: Mapping[int, Entry]) -> Entry:
         first = leaf.params[0]
-        splittable = self._engine.layout.params[first].splittable
-        return entry_for(leaf, saved, self._engine.params) if splittable else saved[first]
+        spec = self._engine.layout.params[first]
+        cut = spec.splittable and spec.numel
+        return entry_for(leaf, saved, self._engine.params) if cut else dict(saved[first])
