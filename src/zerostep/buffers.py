@@ -57,7 +57,7 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory that nobody else has; what it holds is anybody's guess."""
         size = numel * dtype.itemsize
-        fitting = [place for place, memory in enumerate(self._free) if memory.numel() >= size]
+        fitting = [place for place, memory in enumerate(self._free) if size <= memory.numel() <= 2 * size]
         place = min(fitting, key=lambda place: self._free[place].numel(), default=None)
         base = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
         self._lent[base.data_ptr()] = base

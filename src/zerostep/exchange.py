@@ -64,6 +64,9 @@ class Exchange(Protocol):
     def meet(self, words: Sequence[int]) -> Meeting:
         """Start exchanging a few words; all ranks give equally many."""
 
+    def rest(self) -> None:
+        """Nothing is launched for a while: let go of spare memory."""
+
     @property
     def blocks_host(self) -> bool:
         """Whether waiting stops the host, and not only a stream."""
@@ -129,6 +132,9 @@ class NullExchange:
         """This rank's words."""
         return _Words(lambda: [list(words)])
 
+    def rest(self) -> None:
+        """There is none."""
+
 
 # ---------------------------------------------------------------------- host memory
 
@@ -175,6 +181,10 @@ class HostExchange:
             return [rows[rank].tolist() for rank in range(self._world)]
 
         return _Words(read)
+
+    def rest(self) -> None:
+        """Keep what is under way."""
+        self._scratch.trim()
 
     def _partners(self) -> Iterator[tuple[int, int]]:
         """Whom to send to and whom to receive from: in each round everybody sends once and receives once."""
@@ -287,6 +297,9 @@ class StreamExchange:
         rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         flight = self._transport.start_all_reduce(rows)
         return _Words(lambda: flight.wait().tolist())
+
+    def rest(self) -> None:
+        """The backend's own."""
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor]:
         if (

@@ -173,6 +173,8 @@ class Reduction:
     def _close(self) -> None:
         self._open = False
         self._scratch.trim()
+        for exchange in {id(exchange): exchange for exchange in self._plan.exchanges}.values():
+            exchange.rest()
         self.rounds += 1
 
     def _launch_full(self) -> bool:
