@@ -117,8 +117,8 @@ WORKLOADS = (
         title="GPT of 10.8 million parameters, {} x 64 bytes per rank, AdamW",
         make=_gpt,
         draw=_windows,
-        batch=14,
-        rounds=10,
+        batch=13,
+        rounds=6,
     ),
     Workload(
         name="wide",
@@ -126,23 +126,23 @@ WORKLOADS = (
         make=Wide,
         draw=_words,
         batch=12288,
-        rounds=6,  # of seconds each
+        rounds=3,  # of seconds each
     ),
     Workload(
         name="tiny",
         title="2,000 tensors of 900 to 1,100 elements, {} rows per rank, AdamW",
         make=Tiny,
         draw=_rows,
-        batch=24,
-        rounds=15,
+        batch=16,
+        rounds=12,
     ),
     Workload(
         name="frozen",
         title="The GPT with half of its layers frozen, {} x 64 bytes per rank, AdamW",
         make=_half_frozen_gpt,
         draw=_windows,
-        batch=7,
-        rounds=10,
+        batch=6,
+        rounds=6,
     ),
 )
 

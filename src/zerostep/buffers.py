@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerostep.layout import Bucket, Layout, Slot
 from zerostep.transport import Parcel, Piece
@@ -52,7 +53,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
+        self._lent: dict[int, StorageWeakRef] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory that nobody else has; what it holds is anybody's guess."""
@@ -60,18 +61,19 @@ class Scratch:
         fitting = [place for place, memory in enumerate(self._free) if size <= memory.numel() <= 2 * size]
         place = min(fitting, key=lambda place: self._free[place].numel(), default=None)
         base = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
-        self._lent[base.data_ptr()] = base
+        self._lent[base.data_ptr()] = StorageWeakRef(base.untyped_storage())
         return base[:size].view(dtype)
 
     def give(self, memory: Tensor) -> None:
         """Take back what was lent; of others' memory, nothing is kept."""
-        base = self._lent.pop(memory.data_ptr(), None)
-        if base is not None:
-            self._free.append(base)
+        lent = self._lent.pop(memory.data_ptr(), None)
+        if lent is not None and not lent.expired():
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()))
 
     def trim(self) -> None:
         """Let go of what nobody has."""
         self._free = []
+        self._lent = {place: lent for place, lent in self._lent.items() if not lent.expired()}
 
 
 def make_parcels(

@@ -41,6 +41,7 @@ __all__ = ["Engine"]
 # Updates begin while the last sums are still on their way; where nobody waits for sums, one step is cheapest.
 _MOST_PARTIAL_STEPS = 8
 _BITS = 62
+_FEW = 1 << 16  # elements
 
 
 class Engine:
@@ -364,8 +365,8 @@ class Engine:
         iteration.end()
         self._verdict = self._control.meet([failure is not None]) if self._control.blocks_host else None
         if self.settings.gather == "forward":
-            # The next forward pass needs the first parameters first.
-            self.launch(reversed(buckets))
+            # The next forward pass needs the first parameters first, and norms and biases everywhere.
+            self.launch(sorted(reversed(buckets), key=lambda bucket: self.layout.buckets[bucket].size > _FEW))
         if failure is not None:
             self.gathers.wait()
             raise failure

@@ -136,7 +136,8 @@ class Reduction:
             self.finish()
             # Those that are under way at the end of backward have no part yet, and should not.
             late = self._order[-_UNDER_WAY:] if not self._plan.whole else list(self.kept)
-            self._spare = {bucket: part for bucket, part in self.kept.items() if bucket not in late}
+            on_host = {bucket: part for bucket, part in self.kept.items() if part.device.type == "cpu"}
+            self._spare = {bucket: part for bucket, part in on_host.items() if bucket not in late}
             self.kept, self.used, self._stale = {}, set(), set()
         else:
             gone = self.used.intersection(params)

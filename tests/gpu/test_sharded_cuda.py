@@ -271,7 +271,6 @@ def _behind_a_number(group: ProcessGroup) -> None:
         assert all(param.data_ptr() % 16 == 0 for param in model.parameters()), way
 
 
-@pytest.mark.xfail(strict=True, reason="parameters of a bucket lie side by side, wherever that is")
 @pytest.mark.parametrize("world", [1, 2])
 def test_parameters_stay_where_fast_kernels_like_them(pool: Pool, world: int) -> None:
     """Misaligned, a norm sums in another order, and a matrix of low precision is multiplied many times more slowly."""

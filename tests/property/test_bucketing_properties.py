@@ -1,11 +1,12 @@
 import dataclasses
+from collections import defaultdict
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerostep.bucketing import Cost, extend, fill, padded_size
-from zerostep.layout import Bucket, Layout, ParamSpec
+from zerostep.layout import Layout, ParamSpec
 
 patient = settings(deadline=None)
 
@@ -42,8 +43,31 @@ def _fill(specs: list[ParamSpec], world_size: int, bucket_bytes: int = 1 << 20) 
 layouts = st.builds(_fill, spec_lists(), _WORLDS, _BYTES)
 
 
-def _bytes(layout: Layout, bucket: Bucket) -> int:
-    return bucket.size * _ITEMSIZES[bucket.dtype]
+def _bytes(spec: ParamSpec) -> int:
+    return spec.numel * _ITEMSIZES[spec.dtype]
+
+
+def _odd(spec: ParamSpec) -> bool:
+    return _bytes(spec) % 16 != 0
+
+
+def _kinds(layout: Layout, bucket_bytes: int) -> list[list[list[int]]]:
+    """The members of the buckets of each kind, as backward fills them."""
+    costly = {spec.group for spec in layout.params if spec.numel}
+    found: defaultdict[tuple[object, ...], list[list[int]]] = defaultdict(list)
+    for bucket in layout.buckets:
+        members = sorted((slot.param for slot in bucket.slots), reverse=True)
+        kinds = {
+            (
+                *(spec.dtype, spec.device, spec.trainable, spec.splittable),
+                *(64 * _bytes(spec) < bucket_bytes, spec.splittable and spec.group in costly),
+                not spec.splittable and _odd(spec),
+            )
+            for spec in (layout.params[index] for index in members)
+        }
+        assert len(kinds) == 1, "a bucket of several kinds"
+        found[kinds.pop()].append(members)
+    return list(found.values())
 
 
 @patient
@@ -88,28 +112,45 @@ def test_buckets_come_as_their_gradients_do_and_frozen_ones_last(layout: Layout)
 @patient
 @given(spec_lists(), _WORLDS, _BYTES)
 def test_buckets_are_full_but_not_too_full(specs: list[ParamSpec], world_size: int, bucket_bytes: int) -> None:
-    layout = _fill(specs, world_size, bucket_bytes)
-    last: dict[tuple[object, ...], Bucket] = {}
-    for bucket in layout.buckets:
-        assert _bytes(layout, bucket) <= bucket_bytes or len(bucket.slots) == 1
-        first = max(slot.param for slot in bucket.slots)
-        spec = layout.params[first]
-        before = last.get((spec.dtype, spec.device, spec.trainable, spec.splittable))
-        if before is not None:
-            assert _bytes(layout, before) + spec.numel * _ITEMSIZES[spec.dtype] > bucket_bytes
-        last[spec.dtype, spec.device, spec.trainable, spec.splittable] = bucket
+    sizes = [_bytes(spec) for spec in specs]
+    for buckets in _kinds(_fill(specs, world_size, bucket_bytes), bucket_bytes):
+        filled = [sum(sizes[index] for index in members) for members in buckets]
+        if sum(filled) <= bucket_bytes:
+            assert len(buckets) == 1
+            continue
+        # Small ones at the end, with as much as there is room for.
+        rooms = [bucket_bytes] * (len(buckets) - 2) + [bucket_bytes // 2, bucket_bytes // 4][-len(buckets) :]
+        for members, size, room in zip(buckets, filled, rooms, strict=True):
+            assert size <= room or len(members) == 1
+        for place, (before, after) in enumerate(pairwise(buckets)):
+            if place >= len(buckets) - 3:
+                assert filled[place + 1] + sizes[before[-1]] > rooms[place + 1]
+            else:
+                assert filled[place] >= 0.75 * bucket_bytes or filled[place] + sizes[after[0]] > bucket_bytes
+        for members, size in zip(buckets[:-2], filled, strict=False):
+            assert size - sizes[members[-1]] < 0.75 * bucket_bytes
 
 
 @patient
 @given(layouts)
 def test_every_group_is_one_stretch_of_a_bucket_s_part(layout: Layout) -> None:
-    """So that a rank has one leaf for each group and bucket."""
+    """So that a rank has one leaf for each group and bucket; those of odd sizes come again behind all groups."""
     for number, bucket in enumerate(layout.buckets):
         if not layout.params[bucket.slots[0].param].splittable:
             continue
         for rank in range(layout.world_size):
-            groups = [layout.params[f.param].group for f in layout.fragments_in(number, rank) if f.part.length]
+            owned = [layout.params[f.param] for f in layout.fragments_in(number, rank) if f.part.length]
+            groups = [(_odd(spec), spec.group) for spec in owned]
             assert groups == sorted(groups)
+
+
+@patient
+@given(layouts)
+def test_only_odd_sizes_lie_where_fast_kernels_do_not_like_them(layout: Layout) -> None:
+    for bucket in layout.buckets:
+        for slot in bucket.slots:
+            spec = layout.params[slot.param]
+            assert _odd(spec) or slot.span.start * _ITEMSIZES[spec.dtype] % 16 == 0
 
 
 @patient

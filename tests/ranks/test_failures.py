@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from tests.pool import OFFSET, Outcome, Pool, Ranks, run_fresh
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.transport import GroupTransport
+from zerostep.transport import _TAG_DATA, GroupTransport
 
 MODES = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 SHAPES = [(4, 3), (5,), (2, 2), (7,), (3,)]
@@ -300,12 +300,12 @@ def _die_in_message(zero: ZeroRedundancyOptimizer, number: int) -> None:
     """End this process when it is about to send its message `number` of a step."""
     send, count = GroupTransport.start_send, 0
 
-    def dying(self: GroupTransport, memory: Tensor, to: int) -> Any:
+    def dying(self: GroupTransport, memory: Tensor, to: int, tag: int = _TAG_DATA) -> Any:
         nonlocal count
         count += 1
         if count == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return send(self, memory, to)
+        return send(self, memory, to, tag)
 
     assert zero.rank == 1
     GroupTransport.start_send = dying  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from zerostep.buffers import make_parcels
 from zerostep.layout import ParamSpec
 from zerostep.partition import plan
 from zerostep.transport import (
+    _TAG_DATA,
     CompanionTransport,
     GroupTransport,
     NullTransport,
@@ -230,14 +231,14 @@ class _Counting:
     started: int = 0
     sent: int = 0
 
-    def start_send(self, memory: Tensor, to: int) -> Any:
+    def start_send(self, memory: Tensor, to: int, tag: int = _TAG_DATA) -> Any:
         self._count(memory)
         self.sent += 1
-        return self.inner.start_send(memory, to)
+        return self.inner.start_send(memory, to, tag)
 
-    def start_receive(self, memory: Tensor, source: int) -> Any:
+    def start_receive(self, memory: Tensor, source: int, tag: int = _TAG_DATA) -> Any:
         self._count(memory)
-        return self.inner.start_receive(memory, source)
+        return self.inner.start_receive(memory, source, tag)
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         self._count(memory)

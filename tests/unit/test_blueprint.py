@@ -12,7 +12,7 @@ from tests.reference import ELEMENTWISE, MATRIXWISE
 from zerostep.blueprint import Blueprint, Settings
 from zerostep.groups import Group, normalise
 from zerostep.inners import OptimizerClass
-from zerostep.layout import Layout
+from zerostep.layout import Layout, ParamSpec
 
 
 def _params() -> list[Tensor]:
@@ -42,7 +42,7 @@ def _splittable(kind: OptimizerClass, given: Any, **settings: Any) -> list[bool]
         ("bucket_mb", -1.5, ["-1.5", "positive"]),
         ("bucket_mb", math.nan, ["nan", "positive"]),
         ("bucket_mb", "5", ["'5'", "positive"]),
-        ("bucket_mb", math.inf, ["inf"]),  # fails: it is found out later, and told as an OverflowError
+        ("bucket_mb", math.inf, ["inf", "positive"]),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(setting: str, value: Any, told: list[str]) -> None:
@@ -64,8 +64,38 @@ def test_tiny_buckets_hold_a_parameter_each() -> None:
 
 def test_buckets_are_counted_in_megabytes() -> None:
     params = [nn.Parameter(torch.empty(1 << 17)) for _ in range(4)]
-    assert len(_plan(optim.SGD, params, bucket_mb=1)[0].buckets) == 2
+    assert len(_plan(optim.SGD, params, bucket_mb=2)[0].buckets) == 1
+    assert len(_plan(optim.SGD, params, bucket_mb=1)[0].buckets) == 3
     assert len(_plan(optim.SGD, params, bucket_mb=0.5)[0].buckets) == 4
+
+
+def _bucket_bytes(specs: list[ParamSpec], **settings: Any) -> int:
+    return Blueprint(optim.SGD, {}, Settings(**settings))._bucket_bytes(specs, [4] * len(specs))
+
+
+def _sized(megabytes: int, device: str, trainable: bool = True) -> ParamSpec:
+    return ParamSpec(f"{device}.{megabytes}", (megabytes << 18,), "float32", device, trainable=trainable)
+
+
+@pytest.mark.parametrize("megabytes", [1, 1600, 100_000])
+def test_buckets_on_the_host_are_small_whatever_the_model(megabytes: int) -> None:
+    assert _bucket_bytes([_sized(megabytes, "cpu:0")]) == 5 << 20
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "bucket"), [(1, 25), (32 * 25, 25), (32 * 26, 26), (32 * 100, 100), (100_000, 100)]
+)
+def test_buckets_on_an_accelerator_grow_with_the_model(megabytes: int, bucket: int) -> None:
+    assert _bucket_bytes([_sized(megabytes, "cuda:0")]) == bucket << 20
+
+
+def test_only_trained_parameters_make_buckets_larger() -> None:
+    assert _bucket_bytes([_sized(32 * 40, "cuda:0"), _sized(32 * 50, "cuda:0", trainable=False)]) == 40 << 20
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+def test_a_size_that_was_asked_for_is_taken(device: str) -> None:
+    assert _bucket_bytes([_sized(32 * 50, device)], bucket_mb=1.5) == 3 << 19
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -34,7 +34,41 @@ def _loads(layout: Layout) -> list[int]:
 
 
 def test_the_last_parameters_come_first() -> None:
-    assert _members(_fill(_loose(3, 3, 3, 3, 3), 2, bucket_bytes=24)) == [[3, 4], [1, 2], [0]]
+    assert _members(_fill(_loose(*[3] * 8), 2, bucket_bytes=24)) == [[6, 7], [4, 5], [2, 3], [1], [0]]
+    assert _members(_fill(_loose(*[3] * 8), 2, bucket_bytes=96)) == [[*range(8)]]
+
+
+def test_the_last_buckets_are_small() -> None:
+    """A quarter for the parameters that come last, and half for those before."""
+    assert _members(_fill(_loose(*[4] * 12), 2, bucket_bytes=128)) == [[6, 7, 8, 9, 10, 11], [2, 3, 4, 5], [0, 1]]
+    assert _members(_fill(_loose(16, 4, 8, 16, 4), 2, bucket_bytes=128)) == [[3, 4], [1, 2], [0]]
+
+
+def test_a_bucket_that_is_almost_full_is_closed() -> None:
+    assert _members(_fill(_loose(*[4] * 14), 2, bucket_bytes=128))[0] == [8, 9, 10, 11, 12, 13]
+    assert _members(_fill(_loose(*[4] * 13, 3), 2, bucket_bytes=128))[0] == [7, 8, 9, 10, 11, 12, 13]
+
+
+def test_small_parameters_have_buckets_of_their_own() -> None:
+    """Those that a bucket could hold more than 64 of."""
+    specs = _loose(64, 4, 64, 4, 64)
+    assert _members(_fill(specs, 2, bucket_bytes=1024)) == [[0, 1, 2, 3, 4]]
+    assert _members(_fill(specs, 2, bucket_bytes=1025)) == [[1, 3], [0, 2, 4]]
+
+
+def test_parameters_of_odd_sizes_lie_behind_the_others() -> None:
+    specs = [*_loose(3, 4, group=1), *_loose(5, 8, 4), *_loose(4, group=1)]
+    assert _members(_fill(specs, 2)) == [[3, 4, 1, 5, 2, 0]]
+
+
+def test_whole_parameters_of_odd_sizes_have_buckets_of_their_own() -> None:
+    assert _members(_fill(_atomic(3, 4, 5, 8), 1)) == [[1, 3], [0, 2]]
+
+
+def test_what_is_odd_is_a_matter_of_bytes() -> None:
+    specs = _loose(4, 8, dtype="bfloat16")
+    assert _members(fill(specs, 1, 64, [2, 2], [Cost(8), Cost(16)])) == [[1, 0]]
+    assert _members(fill(specs, 1, 64, [4, 4], [Cost(8), Cost(16)])) == [[0, 1]]
 
 
 def test_a_parameter_that_does_not_fit_opens_a_bucket() -> None:

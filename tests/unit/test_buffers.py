@@ -4,10 +4,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerostep.buffers import FlatParcel, ScatteredParcel, flat_alias, is_dense, make_parcels
+from zerostep.bucketing import Cost, fill
+from zerostep.buffers import FlatParcel, ScatteredParcel, Scratch, flat_alias, is_dense, make_parcels
 from zerostep.groups import param_specs
-from zerostep.layout import Layout
+from zerostep.layout import Layout, ParamSpec
 from zerostep.partition import plan
 from zerostep.transport import Parcel
 
@@ -241,3 +243,80 @@ def test_flat_parcels_know_their_own_parameters_by_identity() -> None:
     assert not parcel.holds(copy.deepcopy(params))
     assert not parcel.holds(params[::-1])
     assert not parcel.holds(params[:1])
+
+
+@pytest.mark.parametrize("splittable", [False, True])
+def test_flat_parameters_lie_where_fast_kernels_like_them(splittable: bool) -> None:
+    """Between others of odd sizes, in the order that buckets have."""
+    sizes = [3, 8, 5, 4, 1, 16]
+    specs = [ParamSpec(f"p{i}", (size,), "float32", splittable=splittable) for i, size in enumerate(sizes)]
+    layout = fill(specs, 1, 1 << 20, [4] * 6, [Cost(size) for size in sizes])
+    params = _params(*[torch.zeros(size) for size in sizes])
+    parcels = make_parcels(layout, params, as_views=True)
+    assert len(parcels) == (1 if splittable else 2)
+    assert [params[index].data_ptr() % 16 for index in (1, 3, 5)] == [0, 0, 0]
+
+
+# Host memory that is used again.
+
+
+def test_scratch_is_never_lent_twice() -> None:
+    scratch = Scratch()
+    lent = [scratch.take(100, torch.float32) for _ in range(5)]
+    scratch.give(lent.pop(2))
+    lent += [scratch.take(100, torch.float32) for _ in range(3)]
+    for number, memory in enumerate(lent):
+        memory.fill_(number)
+    assert all(torch.equal(memory, torch.full((100,), float(number))) for number, memory in enumerate(lent))
+
+
+def test_scratch_that_was_given_back_is_lent_again_whatever_its_dtype() -> None:
+    scratch = Scratch()
+    first = scratch.take(100, torch.float32)
+    scratch.give(first)
+    again = scratch.take(180, torch.bfloat16)
+    assert (again.data_ptr(), again.shape, again.dtype) == (first.data_ptr(), (180,), torch.bfloat16)
+    scratch.give(again)
+    assert scratch.take(100, torch.float32).data_ptr() == first.data_ptr()
+
+
+def test_scratch_is_taken_where_it_fits_best() -> None:
+    scratch = Scratch()
+    lent = {size: scratch.take(size, torch.float32) for size in (150, 110, 90)}
+    for memory in lent.values():
+        scratch.give(memory)
+    assert [scratch.take(100, torch.float32).data_ptr() for _ in range(2)] == [
+        lent[110].data_ptr(),
+        lent[150].data_ptr(),
+    ]
+    assert scratch.take(100, torch.float32).data_ptr() != lent[90].data_ptr()
+
+
+def test_little_is_not_taken_from_much() -> None:
+    scratch = Scratch()
+    much = scratch.take(1000, torch.float32)
+    scratch.give(much)
+    assert scratch.take(100, torch.float32).data_ptr() != much.data_ptr()
+    assert scratch.take(1000, torch.float32).data_ptr() == much.data_ptr()
+
+
+def test_scratch_does_not_take_what_it_has_not_lent() -> None:
+    scratch = Scratch()
+    foreign, own = torch.zeros(100), scratch.take(100, torch.float32)
+    scratch.give(foreign)
+    scratch.give(own)
+    scratch.give(own)
+    found = {scratch.take(100, torch.float32).data_ptr()} | {scratch.take(100, torch.float32).data_ptr()}
+    assert own.data_ptr() in found and foreign.data_ptr() not in found and len(found) == 2
+
+
+@pytest.mark.parametrize("how", ["trimmed", "let go"])
+def test_scratch_that_nobody_has_can_be_freed(how: str) -> None:
+    scratch = Scratch()
+    memory = scratch.take(100, torch.float32)
+    storage = StorageWeakRef(memory.untyped_storage())
+    if how == "trimmed":
+        scratch.give(memory)
+    del memory
+    scratch.trim()
+    assert storage.expired()

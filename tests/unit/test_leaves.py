@@ -27,14 +27,19 @@ def _leaves(specs: list[ParamSpec], world_size: int = 1, rank: int = 0, bucket: 
 
 
 def test_neighbours_of_one_group_are_one_leaf() -> None:
-    (leaf,), shard = _leaves(_loose(3, 4, 5))
-    assert (leaf.params, leaf.span, leaf.group) == ([0, 1, 2], Span(0, 12), 0)
+    (leaf,), shard = _leaves(_loose(4, 8, 3))
+    assert (leaf.params, leaf.span, leaf.group) == ([0, 1, 2], Span(0, 15), 0)
     assert torch.equal(leaf.tensor.detach(), shard) and leaf.tensor.data_ptr() == shard.data_ptr()
 
 
 def test_every_group_has_a_leaf_of_its_own() -> None:
-    leaves, _ = _leaves([*_loose(3, 4), *_loose(5, group=1), *_loose(2, group=2)])
+    leaves, _ = _leaves([*_loose(4, 8), *_loose(12, group=1), *_loose(2, group=2)])
     assert [(leaf.params, leaf.group) for leaf in leaves] == [([0, 1], 0), ([2], 1), ([3], 2)]
+
+
+def test_odd_sizes_of_a_group_are_a_leaf_behind_the_other_groups() -> None:
+    leaves, _ = _leaves([*_loose(3, 4, 5), *_loose(6, 8, group=1)])
+    assert [(leaf.params, leaf.group) for leaf in leaves] == [([1], 0), ([4], 1), ([0, 2], 0), ([3], 1)]
 
 
 def test_a_cut_parameter_is_in_the_leaves_of_two_ranks() -> None:
@@ -46,13 +51,18 @@ def test_a_cut_parameter_is_in_the_leaves_of_two_ranks() -> None:
 
 
 def test_a_whole_parameter_has_its_own_shape() -> None:
-    specs = [ParamSpec("a", (2, 3), "float32"), ParamSpec("b", (), "float32"), ParamSpec("c", (0, 3), "float32")]
+    specs = [ParamSpec(str(shape), shape, "float32") for shape in [(2, 4), (4,), (0, 3)]]
     leaves, shard = _leaves(specs)
-    assert sorted(tuple(leaf.tensor.shape) for leaf in leaves) == [(), (0, 3), (2, 3)]
+    assert sorted(tuple(leaf.tensor.shape) for leaf in leaves) == [(0, 3), (2, 4), (4,)]
     matrix = next(leaf for leaf in leaves if leaf.tensor.dim() == 2 and leaf.tensor.numel())
     assert torch.equal(matrix.tensor.detach(), matrix.view(shard))
     for leaf in leaves:
         assert leaf.view(shard).shape == leaf.tensor.shape
+
+
+def test_a_whole_parameter_may_have_no_dimension() -> None:
+    (leaf,), shard = _leaves([ParamSpec("p", (), "float32")])
+    assert leaf.tensor.shape == leaf.view(shard).shape == ()
 
 
 def test_a_whole_parameter_has_its_own_order_of_memory() -> None:
@@ -64,10 +74,12 @@ def test_a_whole_parameter_has_its_own_order_of_memory() -> None:
     assert torch.equal(leaf.tensor.detach().permute(0, 2, 3, 1).reshape(-1), shard)
 
 
-def test_a_splittable_parameter_without_elements_is_in_no_leaf() -> None:
-    leaves, _ = _leaves(_loose(3, 0, 4))
-    assert [leaf.params for leaf in leaves] == [[0, 2]]
-    assert _leaves(_loose(0))[0] == []
+def test_a_splittable_parameter_without_elements_has_a_leaf_of_its_own() -> None:
+    specs = [*_loose(4, 8), ParamSpec("empty", (0, 3), "float32", splittable=True)]
+    leaves, shard = _leaves(specs, world_size=2, rank=0)
+    assert [leaf.params for leaf in leaves] == [[0, 1], [2]]
+    assert leaves[1].tensor.shape == leaves[1].view(shard).shape == (0, 3)
+    assert [leaf.params for leaf in _leaves(specs, world_size=2, rank=1)[0]] == [[1]]
 
 
 def test_a_rank_without_a_part_has_no_leaves() -> None:
@@ -75,22 +87,22 @@ def test_a_rank_without_a_part_has_no_leaves() -> None:
 
 
 def test_a_view_is_the_leaf_s_part_of_any_memory() -> None:
-    (first, second), _ = _leaves([*_loose(3), *_loose(4, group=1)])
+    (first, second), _ = _leaves([*_loose(4), *_loose(3, group=1)])
     memory = torch.arange(10.0, 17.0)
-    assert first.view(memory).tolist() == [10, 11, 12] and second.view(memory).tolist() == [13, 14, 15, 16]
+    assert first.view(memory).tolist() == [10, 11, 12, 13] and second.view(memory).tolist() == [14, 15, 16]
 
 
 def test_the_parts_of_a_leaf_share_its_memory() -> None:
-    (leaf,), shard = _leaves(_loose(3, 4, 5))
+    (leaf,), shard = _leaves(_loose(4, 3, 5))
     parts = split(leaf)
-    assert [(part.params, part.span) for part in parts] == [([0], Span(0, 3)), ([1], Span(3, 7)), ([2], Span(7, 12))]
+    assert [(part.params, part.span) for part in parts] == [([0], Span(0, 4)), ([1], Span(4, 7)), ([2], Span(7, 12))]
     for part in parts:
         part.tensor.data.fill_(part.params[0])
-    assert shard.tolist() == [0] * 3 + [1] * 4 + [2] * 5
+    assert shard.tolist() == [0] * 4 + [1] * 3 + [2] * 5
 
 
 def test_the_parts_of_a_leaf_that_begins_inside_a_parameter() -> None:
-    leaves, shard = _leaves([*_loose(3), *_loose(4, 5, group=1)], world_size=2, rank=1)
+    leaves, shard = _leaves([*_loose(4), *_loose(12, 8, group=1)], world_size=2, rank=1)
     (leaf,) = leaves
     assert leaf.params == [1, 2] and leaf.fragments[0].part.start > 0
     assert torch.cat([part.tensor.detach() for part in split(leaf)]).equal(shard)
@@ -134,12 +146,12 @@ def test_after_a_split_counters_go_separate_ways() -> None:
 
 
 def test_the_state_of_a_fragment_is_a_view() -> None:
-    (leaf,), _ = _leaves(_loose(3, 4))
+    (leaf,), _ = _leaves(_loose(4, 3))
     entry: dict[str, Any] = {"average": torch.arange(7.0), "step": torch.tensor(2.0), "note": "x"}
     part = view_state(entry, leaf, leaf.fragments[1])
-    assert part["average"].tolist() == [3, 4, 5, 6] and part["step"] is entry["step"] and part["note"] == "x"
+    assert part["average"].tolist() == [4, 5, 6] and part["step"] is entry["step"] and part["note"] == "x"
     part["average"].zero_()
-    assert entry["average"].tolist() == [0, 1, 2, 0, 0, 0, 0]
+    assert entry["average"].tolist() == [0, 1, 2, 3, 0, 0, 0]
 
 
 def test_only_scalars_are_copied() -> None:
