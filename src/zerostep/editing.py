@@ -74,10 +74,11 @@ class Edits:
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
         """The norm of each whole gradient; those of all are found in one go."""
-        self._begin()
+        late = self._begin()
         if self._norms is None or self._norms[0] != norm_type:
             used = sorted(self._engine.reduction.used)
             sums = [clipping.power_sum(self._parts([index]), norm_type) for index in used]
+            self._refuse_late(late)
             totals = clipping.combine(self._engine.shared, sums, norm_type) if self._scattered else sums
             found = {i: self._as_norm(i, clipping.root(x, norm_type)) for i, x in zip(used, totals, strict=True)}
             self._norms = norm_type, found
@@ -93,20 +94,32 @@ class Edits:
 
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply by `inverse`; all ranks learn whether any has found a number that is not finite."""
-        self._begin()
+        late, first = self._begin(), self._engine.params[params[0]]
+        alike = [index for index in late if _kind(self._engine.params[index]) == _kind(first)]
         self.forget_norms()
-        for part in self._parts(params):
+        for part in self._parts([*params, *alike]):
             torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse)
         self._engine.ranks.shards.start_all_reduce(found_inf).wait()
         found_inf.clamp_(max=1.0)
 
-    def _begin(self) -> None:
-        if self._engine.joining and self._scattered:
+    def _begin(self) -> set[int]:
+        """The gradients that are known only now: whoever calls has listed all gradients before, and lacks those."""
+        before = self._engine.settled
+        if self._engine.joining() and self._scattered:
             raise RuntimeError(
                 "inside Join, ranks without inputs hold gradients too, and cannot follow what is done to .grad: use "
                 "the optimizer's own clip_grad_norm_() and grad_norm()"
             )
         self._engine.finish()
+        return set() if before else self._engine.late
+
+    def _refuse_late(self, late: set[int]) -> None:
+        """All ranks refuse if one of them has not asked for all norms."""
+        if self._scattered and any(row[0] for row in self._engine.shared.meet([len(late)]).wait()):
+            raise RuntimeError(
+                "ranks have used different parameters in this step, so their lists of gradients differ: use the "
+                "optimizer's own clip_grad_norm_() and grad_norm()"
+            )
 
     def _parts(self, params: Iterable[int]) -> list[Tensor]:
         """The kept parts of some gradients, or all of them where gradients are whole."""
@@ -127,3 +140,7 @@ class Edits:
     def _as_norm(self, index: int, value: float) -> Tensor:
         param = self._engine.params[index]
         return torch.tensor(value, dtype=param.dtype.to_real(), device=param.device)
+
+
+def _kind(param: Tensor) -> tuple[torch.dtype, torch.device]:
+    return param.dtype, param.device

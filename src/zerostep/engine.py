@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import RLock
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -66,8 +66,9 @@ class Engine:
         self._verdict: Meeting | None = None
         self.trouble: Exception | None = None
         self.on_backward: Callable[[bool], None] | None = None
-        self.joining = False
-        self._settled = False
+        self.joining: Callable[[], bool] = lambda: False
+        self.late: set[int] = set()
+        self.settled = False
         self.paused = False
         self.witness: Witness | None = None
         self.reduction = self._make_reduction()
@@ -96,11 +97,13 @@ class Engine:
             1.0 / self.ranks.everyone.world_size,
             self.settings.reduction == "all",
         )
-        return Reduction(plan, self._across, self.clock, self._begin_backward)
+        begin = WeakMethod(self._begin_backward)  # no cycle: hooks must see this engine go when its optimizer goes
+        return Reduction(plan, self._across, self.clock, lambda: _call(begin))
 
     def _begin_backward(self) -> None:
         if self.on_backward is not None:
-            self.on_backward(not self.reduction.kept)
+            held = (self.params[index].grad for index in self.reduction.used)
+            self.on_backward(not any(isinstance(grad, ShardedGradient) for grad in held))
 
     def extend(self, layout: Layout, params: Sequence[Tensor]) -> None:
         """Go on with a layout that has further buckets; collective."""
@@ -129,12 +132,12 @@ class Engine:
         """Autograd has finished a gradient of a bare module."""
         if self.paused:
             return
-        grad, held = self._taken(index)
-        if grad is None:
-            return
         with self.lock:
-            self._note(index, grad, held)
             try:
+                grad, held = self._taken(index)
+                if grad is None:
+                    return
+                self._note(index, grad, held)
                 done = self.reduction.arrive(index, grad, held)
                 self.params[index].grad = self.stand_in(index)
                 if done and self.settings.reduction == "all":
@@ -153,7 +156,7 @@ class Engine:
             self._held.discard(index)
 
     def _note(self, index: int, grad: Tensor, held: bool) -> None:
-        self._settled = False
+        self.settled = False
         if self.witness is not None:
             self.witness.note(index, grad, held)
 
@@ -162,7 +165,7 @@ class Engine:
         with self.lock, self._noting_trouble():
             if fresh:
                 self.forget_all()
-            self._settled = False
+            self.settled = False
             self.reduction.flush()
             self.reduction.finish()
 
@@ -196,6 +199,10 @@ class Engine:
     def _taken(self, index: int) -> tuple[Tensor | None, bool]:
         grad = self.params[index].grad
         if isinstance(grad, ShardedGradient):
+            if grad is not self._stand_ins.get(index):
+                raise RuntimeError(
+                    "another ShardedOptimizer holds the gradient of this parameter: drop it before building a new one"
+                )
             return grad.take_arrived(), True
         return grad, False
 
@@ -206,24 +213,26 @@ class Engine:
         with self.lock:
             if not self._reduces:
                 self._mark_whole()
-            elif self._settled:
+            elif self.settled:
                 self._drop_gone()
             else:
                 self.edits.forget_norms()
                 self._drop_gone()
                 self._collect()
                 self._meet()
-                self._settled = True
+                self.settled = True
                 if self.witness is not None:
                     self.witness.check_sums(self.whole_gradients())
 
     def _drop_gone(self) -> None:
         """Notice gradients that somebody has set to `None`."""
-        if self.settings.reduction == "all" and self._settled:
+        if self.settings.reduction == "all" and self.settled:
             self._mark_whole()
             return
         gone = [index for index in self.reduction.used if self.params[index].grad is None and index not in self._held]
         if gone:
+            if self.reduction.open:
+                self.reduction.flush()
             self.reduction.finish()
             self.reduction.forget(gone)
             self.reduction.drop_stale()
@@ -244,6 +253,8 @@ class Engine:
             self.reduction.flush()
 
     def _meet(self) -> None:
+        self.hear()
+        self.late = set()
         count = len(self.params)
         flags = [index in self.reduction.used for index in range(count)]
         words = [sum(1 << bit for bit, flag in enumerate(flags[i : i + _BITS]) if flag) for i in range(0, count, _BITS)]
@@ -265,9 +276,11 @@ class Engine:
             rows = meeting.wait()
         while self.reduction.rounds < max(row[0] for row in rows):
             self.reduction.flush()
+        known = set(self.reduction.used)
         for index in range(len(self.params)):
             if any(row[1 + index // _BITS] >> (index % _BITS) & 1 for row in rows):
                 self.reduction.used.add(index)
+        self.late = self.reduction.used - known
         self.place_stand_ins()
 
     def hear(self) -> None:
@@ -366,7 +379,7 @@ class Engine:
         self._verdict = self._control.meet([failure is not None]) if self._control.blocks_host else None
         if self.settings.gather == "forward":
             # The next forward pass needs the first parameters first, and norms and biases everywhere.
-            self.launch(sorted(reversed(buckets), key=lambda bucket: self.layout.buckets[bucket].size > _FEW))
+            self.launch(sorted(buckets, key=lambda bucket: (self.layout.buckets[bucket].size > _FEW, -bucket)))
         if failure is not None:
             self.gathers.wait()
             raise failure
@@ -448,7 +461,13 @@ class Engine:
                 self.witness.forget()
             self._held.clear()
             self.edits.forget_norms()
-            self._settled = False
+            self.settled = False
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()
 
 
 def _filled(param: Tensor) -> Tensor:

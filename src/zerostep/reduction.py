@@ -154,7 +154,10 @@ class Reduction:
 
     def adopt(self, before: Reduction) -> None:
         """Take over what an earlier plan has kept; its buckets are the first of this one."""
+        if before.open:
+            before.flush()
         before.finish()
+        self.rounds = before.rounds
         self.kept, self.used, self._stale = before.kept, before.used, before._stale
 
     # ------------------------------------------------------------------ launching

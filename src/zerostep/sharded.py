@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from zerostep import stream
 from zerostep.agreement import Record, agreed, records_of
 from zerostep.blueprint import Blueprint, Settings
 from zerostep.bucketing import extend
+from zerostep.buffers import is_dense
 from zerostep.checkpoint.consolidate import StateDict, pack_groups
 from zerostep.checkpoint.fragments import assemble
 from zerostep.checkpoint.leaf_states import LeafStates
@@ -72,8 +74,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
         **defaults: options for the inner optimizer.
 
-    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
-    collective: all ranks call them.
+    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm`, `zero_grad(set_to_none=False)` and
+    `consolidate_state_dict` are collective: all ranks call them.
     """
 
     _engine: Engine | None = None
@@ -172,9 +174,16 @@ class ShardedOptimizer(Optimizer, Joinable):
         tensors = [*self._model.parameters(), *self._model.buffers()]
         known = set(map(id, tensors))
         tensors += [param for param in self._all_params if id(param) not in known]
+        self._broadcast_all(tensors)
+
+    def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
+        copies = [tensor.detach() if is_dense(tensor) else tensor.detach().contiguous() for tensor in tensors]
         with torch.no_grad():
             for transport in (self._ranks.replicas, self._ranks.shards):
-                stream.broadcast(transport, [tensor.detach() for tensor in tensors], 0)
+                stream.broadcast(transport, copies, 0)
+            for tensor, copy in zip(tensors, copies, strict=True):
+                if not is_dense(tensor):
+                    _once_each(tensor.detach()).copy_(_once_each(copy, tensor))
 
     def _bind_trainable(self) -> list[list[Tensor]]:
         """Move parameters that are trainable, and were not before, into flat memory; the new leaves of each group."""
@@ -239,10 +248,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.synchronize()
         engine.extend(self._layout, params)
         if self._ddp is None:
-            with torch.no_grad():
-                for transport in (self._ranks.replicas, self._ranks.shards):
-                    stream.broadcast(transport, [param.detach() for param in self.param_groups[-1]["params"]], 0)
-        self._inners.add(self.param_groups[-1], self._bind_trainable()[-1])
+            self._broadcast_all(self.param_groups[-1]["params"])
+        *others, mine = self._bind_trainable()
+        self._inners.add(self.param_groups[-1], mine)
+        for group, leaves in enumerate(others):
+            self._inners.extend(group, leaves)
         self._watch.extend(params)
         if engine.witness is not None:
             engine.witness.add(self.param_groups[-1], self._layout.params)
@@ -348,6 +358,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             engine.forget_all()
             super().zero_grad(set_to_none)
         else:
+            if engine.joining():
+                raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")
             engine.edits.clear()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -484,7 +496,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._events = Events(self, self._ranks.everyone)
         if self._ddp is None:
             self._running.on_backward = self._events.backward
-        self._running.joining = True
+        of = ref(self)
+        self._running.joining = lambda: (found := of()) is not None and found._join_config.enable
         return Shadow(self, self._events)
 
     def _check_order(self) -> None:
@@ -498,7 +511,6 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _leave_join_context(self) -> None:
         self._stop_announcing()
-        self._running.joining = False
         self._join_config = self._not_joining
 
     def _shadow_backward(self, fresh: bool) -> None:
@@ -555,6 +567,14 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | N
     if isinstance(found, DistributedDataParallel):
         return found.module, found
     return found, None
+
+
+def _once_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Each element of memory once: an expanded tensor shows some of them many times."""
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _first_device(model: nn.Module) -> torch.device | None:

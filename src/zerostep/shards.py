@@ -51,7 +51,7 @@ class Shard:
             self._check(param)
         if strays:
             self._parcel.attach()
-        if self.master is not None and self._versions != self._count_versions():
+        if self.master is not None and (strays or self._versions != self._count_versions()):
             # Only what somebody has set: elsewhere the master knows more than the parameter.
             changed = self.master.to(self.owned.dtype) != self.owned
             self.master[changed] = self.owned[changed].to(self.master.dtype)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import pack, unpack
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import finalize, ref
 
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
@@ -55,12 +55,20 @@ class Events:
     """The words that go ahead of what the live ranks do."""
 
     def __init__(self, optimizer: ShardedOptimizer, transport: Transport) -> None:
-        self._optimizer, self._transport = optimizer, transport.companion()
+        self._of, self._transport = ref(optimizer), transport.companion()
         self._announced = False
         self._borrowed: dict[str, Any] = {}
 
+    @property
+    def _optimizer(self) -> ShardedOptimizer:
+        found = self._of()
+        assert found is not None
+        return found
+
     def backward(self, fresh: bool) -> None:
         """A live rank's backward pass begins; `fresh` if no gradients are kept to add to."""
+        if not self._optimizer._join_config.enable:
+            return
         self._announce()
         self._meet(Event(BACKWARD, float(fresh)))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ class Autograd:
         for index, param in enumerate(params):
             if param.requires_grad and index not in self._watched:
                 self._watched.add(index)
-                param.register_post_accumulate_grad_hook(partial(_arrived, self._engine, index))
+                handle = param.register_post_accumulate_grad_hook(partial(_arrived, self._engine, index))
+                finalize(self._engine(), handle.remove)
 
 
 def _arrived(engine: ref[Engine], index: int, param: Tensor) -> None:
@@ -69,7 +70,7 @@ class Ddp:
             self._index_of[param] = index
             if param.requires_grad and index not in self._watched:
                 self._watched.add(index)
-                param.register_hook(partial(_coming, self._engine, index))
+                finalize(self._engine(), param.register_hook(partial(_coming, self._engine, index)).remove)
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return never_raising(lambda: self._take(bucket))
