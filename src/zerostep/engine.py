@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import RLock
+from threading import Condition, RLock
 from weakref import WeakMethod, ref
 
 import torch
@@ -54,6 +54,7 @@ class Engine:
         self.rank = ranks.shards.rank
         self.params, self.layout = list(params), layout
         self.lock = RLock()
+        self._arrival = Condition(self.lock)
         self._reduces = reduces
         self._exchange_for: dict[torch.device, Exchange] = {}
         self._connect()
@@ -154,6 +155,12 @@ class Engine:
                 self._note(index, grad, held)
             self.reduction.arrive(index, grad, held)
             self._held.discard(index)
+            self._arrival.notify_all()
+
+    def await_rounds(self, count: int) -> None:
+        """Wait until another thread has brought as many backward passes to their end."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: self.reduction.rounds >= count and not self.reduction.open)
 
     def _note(self, index: int, grad: Tensor, held: bool) -> None:
         self.settled = False
@@ -165,6 +172,8 @@ class Engine:
         with self.lock, self._noting_trouble():
             if fresh:
                 self.forget_all()
+                for param in self.params:
+                    param.grad = None  # of this rank's own last pass
             self.settled = False
             self.reduction.flush()
             self.reduction.finish()

@@ -35,20 +35,25 @@ _LIVE = (BACKWARD, STEP, CLIP)
 
 @dataclass(frozen=True)
 class Event:
-    """What the live ranks are about to do, with up to two numbers that belong to it."""
+    """What the live ranks are about to do, with up to two numbers that belong to it.
+
+    `rounds` is how many backward passes the sums that it is about are from.
+    """
 
     kind: int
     first: float = 0.0
     second: float = 0.0
+    rounds: int = 0
 
     def words(self) -> list[int]:
         """As it travels."""
-        return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second))]
+        return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second)), self.rounds]
 
     @staticmethod
     def read(words: Sequence[int]) -> Event:
         """From what has travelled."""
-        return Event(words[0], *unpack("<dd", pack("<qq", *words[1:])))
+        first, second = unpack("<dd", pack("<qq", *words[1:3]))
+        return Event(words[0], first, second, words[3])
 
 
 class Events:
@@ -75,12 +80,12 @@ class Events:
     def clip(self, max_norm: float, norm_type: float) -> None:
         """A live rank is about to find the norm of all gradients, and to clip them."""
         self._announce()
-        self._meet(Event(CLIP, max_norm, norm_type))
+        self._meet(Event(CLIP, max_norm, norm_type, self._rounds))
 
     def step(self) -> None:
         """A live rank is about to step: the lowest one lends what the joined ones lack."""
         self._announce()
-        kinds = [event.kind for event in self._meet(Event(STEP))]
+        kinds = [event.kind for event in self._meet(Event(STEP, rounds=self._rounds))]
         self._announced = False
         if self._transport.rank == kinds.index(STEP):
             for rank, kind in enumerate(kinds):
@@ -108,6 +113,10 @@ class Events:
         mine = self._needed(self._transport.rank)
         with gradients(mine, self._borrowed["gradients"]):
             yield
+
+    @property
+    def _rounds(self) -> int:
+        return self._optimizer._running.reduction.rounds
 
     def _announce(self) -> None:
         """Torch wants one announcement for each iteration, from whoever stands first."""
@@ -167,6 +176,8 @@ class Shadow(JoinHook):
                     return
 
     def _do(self, event: Event) -> None:
+        # DDP's own shadow, which brings the zeros of this rank, runs in another thread.
+        self._optimizer._running.await_rounds(event.rounds)
         with on_device(self._optimizer.join_device):
             if event.kind == BACKWARD:
                 self._optimizer._shadow_backward(fresh=bool(event.first))
