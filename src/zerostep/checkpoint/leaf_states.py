@@ -30,7 +30,7 @@ class LeafStates:
             for leaf in shard.leaves:
                 entry = self._inners.state(leaf)
                 if entry:
-                    yield leaf, entry if shard.master is None else {**entry, MASTER: leaf.tensor.detach()}
+                    yield leaf, entry
 
     def by_parameter(self) -> dict[Tensor, Entry]:
         """The state of each parameter that has a part here; where it may be cut, flat views of the owned elements."""
@@ -42,7 +42,12 @@ class LeafStates:
 
     def share(self) -> list[dict[str, Any]]:
         """This rank's share of the whole state, ready to travel."""
-        return entries(self, self._engine.layout)
+        shards = self._engine.shards
+        found = [
+            (leaf, entry if shards[leaf.bucket].master is None else {**entry, MASTER: leaf.tensor.detach()})
+            for leaf, entry in self
+        ]
+        return entries(found, self._engine.layout)
 
     def load(self, saved: Mapping[int, Entry], options: Sequence[Group]) -> None:
         """Replace all state by this rank's fragments of the state of whole parameters, by number."""
