@@ -3,17 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := src tests benchmarks examples
+SOURCES := src tests benchmarks examples docs
 
-.PHONY: help demo test lint format bench bench-overlap bench-sharded clean
+.PHONY: help demo test test-kills lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-checkpoint bench-scale bench-communication bench-gpu docs clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
+	@echo "make test-kills   200 saves that are killed, over two and four ranks"
 	@echo "make lint    formatting, lint rules and types"
 	@echo "make format  rewrite the sources in the project's format"
-	@echo "make bench   step time and consolidation against torch's own optimizer, in one run"
-	@echo "make bench-overlap   the step inside backward on a shaped network (root and iproute2)"
-	@echo "make bench-sharded   the training step against every peer on a shaped network (root and iproute2)"
+	@echo "make bench-quick   the main entries on two models and two ranks, in two minutes"
+	@echo "make bench   all cases and peers, checkpoints and scale, in fifteen minutes"
+	@echo "make bench-drop-in, -overlap, -sharded, -checkpoint, -scale, -communication, -gpu   each alone, at length"
+	@echo "make docs    the documentation as a site, in build/docs; warnings are errors"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +29,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
+test-kills: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow tests/ranks/test_checkpoint_kills.py
+
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
@@ -36,18 +41,51 @@ format: $(VENV)/installed
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-bench: $(VENV)/installed
+$(VENV)/peers: $(VENV)/installed
+	DS_BUILD_OPS=0 $(PIP) -e ".[bench]"
+	@touch $@
+
+# The network is shaped where that is possible, which takes root and iproute2; elsewhere it is loopback, and says so.
+SHARDED := $(BIN)/python -m benchmarks.sharded --network auto
+MAIN := ddp-tuned,torch-view,forward,step
+
+bench-quick: $(VENV)/installed
+	$(SHARDED) --case gpt,tiny --peers torch-view,forward,step --rounds 3
+
+bench: $(VENV)/peers
+	$(SHARDED) --case gpt,tiny,frozen --rounds 2
+	$(SHARDED) --case wide --batch 4096 --rounds 2
+	$(SHARDED) --case gpt --ranks 4 --peers $(MAIN) --rounds 2
+	$(BIN)/python -m benchmarks.scale
+	test ! -e benchmarks/checkpoint.py || $(BIN)/python -m benchmarks.checkpoint --gigabytes 0.25 --rounds 2
+
+bench-drop-in: $(VENV)/installed
 	$(BIN)/python -m benchmarks.drop_in
 
 bench-overlap: $(VENV)/installed
 	$(BIN)/python -m benchmarks.overlap --network shaped
 
-$(VENV)/peers: $(VENV)/installed
-	DS_BUILD_OPS=0 $(PIP) -e ".[bench]"
-	@touch $@
-
 bench-sharded: $(VENV)/peers
 	$(BIN)/python -m benchmarks.sharded --network shaped --ranks 2,4
 
+bench-checkpoint: $(VENV)/installed
+	$(BIN)/python -m benchmarks.checkpoint
+
+bench-scale: $(VENV)/installed
+	$(BIN)/python -m benchmarks.scale --model small,large
+
+bench-communication: $(VENV)/installed
+	$(BIN)/python -m benchmarks.communication
+
+bench-gpu: $(VENV)/installed
+	$(BIN)/python -m benchmarks.gpu
+
+$(VENV)/docs: $(VENV)/installed
+	$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx -W --keep-going -n -q -d build/doctrees docs build/docs
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.census import FirstSteps, calls_in, first_steps
 from benchmarks.network import LOOPBACK, bytes_sent, throughput
-from benchmarks.peers.entries import BOUND, PLAIN, Entry, entries_of
+from benchmarks.peers.entries import ENTRIES, PLAIN, Entry, entries_of
 from benchmarks.peers.trainer import Trainer, size_of, trainable
 from benchmarks.timing import rotate, slowest, steady
 from benchmarks.workloads import Workload, workload_named
@@ -20,7 +21,8 @@ from zerostep.demo import largest_difference
 STEPS = 2  # timed in a row, after one that is not
 WARMUP = 1
 TRIAL_STEPS = 2
-COUNTED_STEPS = 2
+MOST_TRIAL_STEPS = 5  # of an entry that leaves the parameters as they are
+COUNTED_STEPS = 1
 
 Trainers = Mapping[str, Trainer]
 
@@ -36,44 +38,52 @@ def measure(name: str, keys: Sequence[str], batch: int | None, rounds: int, inte
     workload = chosen(name, batch)
     data = workload.data(dist.get_rank())
     gigabits = {way: _line_rate(way) for way in ("one way", "both ways")}
-    trainers, failures = _assemble(workload, keys, data)
+    trainers, starts, failures = _assemble(workload, keys, data)
     clocks = {key: partial(steady, partial(it.step, data), it.settle, STEPS) for key, it in trainers.items()}
     seconds = rotate(clocks, rounds, WARMUP)
     # The loopback interface counts every rank's bytes, and those of strangers.
     sent = {} if interface == LOOPBACK else _sent(workload, trainers, data, interface)
     answer = {"gigabits per second": gigabits, "seconds": seconds, "failures": failures, "sent over P": sent}
-    return {**answer, "state bytes": _state(trainers), "difference": _differences(trainers)}
+    counted = {"calls": _calls(trainers, data), "lost": {key: start.lost for key, start in starts.items()}}
+    memory = {"state bytes": _state(trainers), "peak bytes": _peaks(starts)}
+    return {**answer, **memory, "difference": _differences(trainers), **counted}
 
 
 def attempt(name: str, key: str, batch: int | None) -> str:
     """Try one entry on its own; collective. Returns why it failed, or nothing."""
     workload = chosen(name, batch)
     entry = next(entry for entry in entries_of([key]) if entry.key == key)
-    return _tried(entry, workload, workload.data(dist.get_rank()))[1]
+    found = _tried(entry, workload, workload.data(dist.get_rank()))
+    return found if isinstance(found, str) else ""
 
 
-def _assemble(workload: Workload, keys: Sequence[str], data: Tensor) -> tuple[dict[str, Trainer], dict[str, str]]:
-    trainers, failures = {}, {}
+Started = tuple[Trainer, FirstSteps]
+
+
+def _assemble(
+    workload: Workload, keys: Sequence[str], data: Tensor
+) -> tuple[dict[str, Trainer], dict[str, FirstSteps], dict[str, str]]:
+    trainers, starts, failures = {}, {}, {}
     for entry in entries_of(keys):
-        trainer, reason = _tried(entry, workload, data)
-        if trainer is not None and _everyone(not reason):
-            trainers[entry.key] = trainer
+        found = _tried(entry, workload, data)
+        if _everyone(not isinstance(found, str)) and not isinstance(found, str):
+            trainers[entry.key], starts[entry.key] = found
         else:
-            failures[entry.key] = reason
-    return trainers, failures
+            failures[entry.key] = found if isinstance(found, str) else ""
+    return trainers, starts, failures
 
 
-def _tried(entry: Entry, workload: Workload, data: Tensor) -> tuple[Trainer | None, str]:
+def _tried(entry: Entry, workload: Workload, data: Tensor) -> Started | str:
+    """The trainer after its first steps, or why there is none."""
     print(f"building {entry.name}", flush=True)  # the last words, should it hang
     try:
-        trainer = entry.build(workload.model, workload.optimizer.kind, workload.optimizer.options)
-        for _ in range(TRIAL_STEPS):
-            trainer.step(data)
-        trainer.full_parameters()
+        entry.prepare()
+        make = partial(entry.build, workload.model, workload.optimizer.kind, workload.optimizer.options)
+        most = TRIAL_STEPS if entry.role == "bound" else MOST_TRIAL_STEPS
+        return first_steps(make, data, TRIAL_STEPS, most)
     except Exception as error:  # whatever a peer raises is its row
         traceback.print_exc()
-        return None, _reason(error)
-    return trainer, ""
+        return _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -103,6 +113,23 @@ def _bytes_per_step(trainer: Trainer, data: Tensor, interface: str) -> float:
     return (bytes_sent(interface) - before) / COUNTED_STEPS
 
 
+def _calls(trainers: Trainers, data: Tensor) -> dict[str, dict[str, int]]:
+    """Rank 0's calls of its backend in one step."""
+
+    def once(trainer: Trainer) -> None:
+        trainer.step(data)
+        trainer.settle()
+
+    return {key: calls_in(partial(once, trainer)) for key, trainer in trainers.items()}
+
+
+def _peaks(starts: Mapping[str, FirstSteps]) -> dict[str, float]:
+    if any(start.growth is None for start in starts.values()):
+        return {}
+    growths = [float(start.growth or 0) for start in starts.values()]
+    return dict(zip(starts, slowest(growths), strict=True))
+
+
 def _state(trainers: Trainers) -> dict[str, float]:
     sizes = [float(trainer.state_bytes()) for trainer in trainers.values()]
     return dict(zip(trainers, slowest(sizes), strict=True))
@@ -110,7 +137,8 @@ def _state(trainers: Trainers) -> dict[str, float]:
 
 def _differences(trainers: Trainers) -> dict[str, float]:
     plain = trainers[PLAIN.key].full_parameters()
-    others = [key for key in trainers if key != BOUND.key]
+    bounds = {entry.key for entry in ENTRIES if entry.role == "bound"}
+    others = [key for key in trainers if key not in bounds]
     gaps = [largest_difference(plain, trainers[key].full_parameters()) for key in others]
     return dict(zip(others, slowest(gaps), strict=True))
 

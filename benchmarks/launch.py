@@ -31,15 +31,17 @@ class LaunchError(RuntimeError):
     """A rank failed or ran out of time; the message ends with what it said last."""
 
 
-def run_on(hosts: Sequence[Host], job: Callable[..., object], *arguments: object, seconds: int) -> list[Any]:
-    """Run ``job(*arguments)`` on one Gloo rank of one thread per host; return what each returned.
+def run_on(
+    hosts: Sequence[Host], job: Callable[..., object], *arguments: object, seconds: int, backend: str = "gloo"
+) -> list[Any]:
+    """Run ``job(*arguments)`` on one rank of one thread per host; return what each returned.
 
     The job is a function of a module; its arguments and answers are passed on as JSON.
     """
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        task = {"job": _address(job), "ranks": len(hosts), "seconds": seconds}
+        task = {"job": _address(job), "ranks": len(hosts), "seconds": seconds, "backend": backend}
         (folder / "task.json").write_text(json.dumps({**task, "arguments": arguments}))
         processes = [stack.enter_context(_started(host, rank, folder)) for rank, host in enumerate(hosts)]
         _await(processes, folder, deadline)
@@ -90,7 +92,7 @@ def _rank_main(folder: Path, rank: int) -> None:
     job = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
     timeout, store = timedelta(seconds=task["seconds"]), (folder / "store").as_uri()
-    dist.init_process_group("gloo", store, timeout=timeout, world_size=task["ranks"], rank=rank)
+    dist.init_process_group(task["backend"], store, timeout=timeout, world_size=task["ranks"], rank=rank)
     try:
         (folder / f"{rank}.json").write_text(json.dumps(job(*task["arguments"])))
     finally:

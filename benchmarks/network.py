@@ -31,7 +31,7 @@ _NAMESPACES = Path("/run/netns")
 _STATISTICS = Path("/sys/class/net")
 _COMMAND_SECONDS = 20
 _RATE = re.compile(r"[1-9][0-9]*[kmg]bit")
-_STOPPERS = (signal.SIGINT, signal.SIGTERM)
+_STOPPERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NetworkError(RuntimeError):
@@ -56,7 +56,8 @@ def loopback(ranks: int) -> Iterator[list[Host]]:
 def shaped(ranks: int, rate: str) -> Iterator[list[Host]]:
     """A host for every rank, with links of ``rate``, e.g. ``1gbit``, in both directions; removed on the way out.
 
-    The way out includes SIGINT and SIGTERM. What a run that was killed outright left behind goes when the next starts.
+    The way out includes SIGINT, SIGTERM and SIGHUP. What a run that was killed outright left behind goes when the next
+    starts.
     """
     _check(ranks, rate)
     _remove(_leftovers())
@@ -73,12 +74,18 @@ def shaped(ranks: int, rate: str) -> Iterator[list[Host]]:
                 _remove([*hosts, switch])
 
 
-def _check(ranks: int, rate: str) -> None:
+def obstacle() -> str | None:
+    """Why this machine cannot have a shaped network, or nothing."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise NetworkError(f"a shaped network needs the command {missing[0]!r}: install iproute2")
-    if os.geteuid() != 0:
-        raise NetworkError("a shaped network takes root, to make network namespaces")
+        return f"a shaped network needs the command {missing[0]!r}: install iproute2"
+    return "a shaped network takes root, to make network namespaces" if os.geteuid() != 0 else None
+
+
+def _check(ranks: int, rate: str) -> None:
+    reason = obstacle()
+    if reason is not None:
+        raise NetworkError(reason)
     if not 1 <= ranks <= MAX_HOSTS:
         raise NetworkError(f"a shaped network has between 1 and {MAX_HOSTS} hosts, not {ranks}")
     if not _RATE.fullmatch(rate):
@@ -132,12 +139,13 @@ def _command(*words: str) -> None:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM leaves by the same way as an exception does."""
-    before = signal.signal(signal.SIGTERM, _stop)
+    """SIGTERM and SIGHUP leave by the same way as an exception does."""
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,10 +1,10 @@
 """The training step with ShardedOptimizer against plain DDP and every other sharded optimizer.
 
 Run as ``python -m benchmarks.sharded [--case gpt,wide,tiny,frozen] [--ranks 2,4] [--peers KEY,...]
-[--network loopback|shaped] [--rate 1gbit] [--rounds N] [--batch N] [--json OUT]``. All entries run in the same
-processes, in interleaved rounds; a round counts as long as its slowest rank. Only ratios within one run mean anything.
-Peers come with the extra ``bench``; one that is missing or fails is a row that says why. A shaped network takes root
-and iproute2.
+[--network loopback|shaped|auto] [--rate 1gbit] [--rounds N] [--batch N] [--json OUT] [--plot OUT]``. All entries run
+in the same processes, in interleaved rounds; a round counts as long as its slowest rank. Only ratios within one run
+mean anything. Peers come with the extra ``bench``; one that is missing or fails is a row that says why. A shaped
+network takes root and iproute2.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from benchmarks.bars import bar_lines
 from benchmarks.contest import STEPS, attempt, chosen, measure
 from benchmarks.launch import LaunchError, run_on
 from benchmarks.machine import hardware, versions
-from benchmarks.network import Host, NetworkError, loopback, shaped
-from benchmarks.peers.entries import ALWAYS, ENTRIES, PLAIN, entries_of
+from benchmarks.network import Host, NetworkError, loopback, obstacle, shaped
+from benchmarks.peers.entries import ALWAYS, BOUND, ENTRIES, PLAIN, SIZES, WIRE, entries_of
+from benchmarks.picture import draw
 from benchmarks.sharded_bars import NAMES, verdicts
 from benchmarks.timing import Timing, markdown, spread_cells
 from benchmarks.workloads import WORKLOADS
@@ -100,15 +101,38 @@ def render(result: Mapping[str, Any]) -> str:
     # With more at work on the machine than the ranks themselves, the numbers mean little.
     load = "Load of the machine before and at the end: {:.1f}, {:.1f}.".format(*result["load"])
     head = f"## {result['title']}: training step\n\nRanks 0 and 1: {speeds}. {load}"
-    return f"{head}\n\n{_table(result)}\n\n{bar_lines(result['bars'])}\n"
+    parts = [head, _table(result), *_bounds(result), bar_lines(result["bars"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def ideals(seconds: Mapping[str, Sequence[float]]) -> tuple[float, float] | None:
+    """The medians of a step with perfect overlap and with none; nothing where the network alone was not measured.
+
+    Computing and the network cannot both be shorter than the longer of them, and need not be longer than their sum.
+    """
+    if not {BOUND.key, WIRE.key} <= seconds.keys():
+        return None
+    computing, network = (Timing(tuple(seconds[entry.key])).median for entry in (BOUND, WIRE))
+    return max(computing, network), computing + network
+
+
+def _bounds(result: Mapping[str, Any]) -> list[str]:
+    found, plain = ideals(result["seconds"]), Timing(tuple(result["seconds"][PLAIN.key])).median
+    if found is None:
+        return []
+    best, worst = (f"{1e3 * value:.0f} ms, {value / plain:.3f} of {PLAIN.name}" for value in found)
+    overlapped = f"With perfect overlap the longer of '{BOUND.name}' and '{WIRE.name}' remains: {best}."
+    return [f"{overlapped} Without any they add up: {worst}."]
 
 
 def _table(result: Mapping[str, Any]) -> str:
-    ratio, state = f"/ {PLAIN.name}", "state / even share"
-    header = ["entry", "rounds", "median ms", "quartiles ms", ratio, "sent / P", state, "numbers"]
-    keys = [entry.key for entry in ENTRIES]
+    header = ["entry", "rounds", "median ms", "quartiles ms", f"/ {PLAIN.name}", "by round", "sent / P"]
+    header += ["calls / step", "state / even share", "peak MiB", "lost", "numbers"]
+    keys = [entry.key for entry in (*ENTRIES, *SIZES)]
     rows = [_row(key, result) for key in keys if key in result["seconds"]]
-    failed = [[NAMES[key], *["-"] * 6, result["failures"][key]] for key in keys if key in result["failures"]]
+    failed = [
+        [NAMES[key], *["-"] * (len(header) - 2), result["failures"][key]] for key in keys if key in result["failures"]
+    ]
     return markdown(header, [*rows, *failed])
 
 
@@ -116,9 +140,35 @@ def _row(key: str, result: Mapping[str, Any]) -> list[str]:
     timing, plain = (Timing(tuple(result["seconds"][each])) for each in (key, PLAIN.key))
     sent = f"{result['sent over P'][key]:.3f}" if result["sent over P"] else "unknown"
     state = result["state bytes"][key] * result["ranks"] / result["state bytes"][PLAIN.key]
-    amounts = [sent, f"{state:.3f}", _numbers(result["difference"].get(key))]
     spread = [str(len(timing.seconds)), *spread_cells(timing)]
-    return [NAMES[key], *spread, f"{timing.median / plain.median:.3f}", *amounts]
+    amounts = [sent, _called(result.get("calls", {}).get(key)), f"{state:.3f}", _mebibytes(result, key)]
+    behaviour = [_lost(key, result), _numbers(result["difference"].get(key))]
+    ratios = [f"{timing.median / plain.median:.3f}", _by_round(timing, plain)]
+    return [NAMES[key], *spread, *ratios, *amounts, *behaviour]
+
+
+def _by_round(timing: Timing, plain: Timing) -> str:
+    """The lowest and the highest ratio of any round: where another run's ratio may lie."""
+    ratios = [mine / theirs for mine, theirs in zip(timing.seconds, plain.seconds, strict=False)]
+    return f"{min(ratios):.3f} - {max(ratios):.3f}"
+
+
+def _called(calls: Mapping[str, int] | None) -> str:
+    if calls is None:
+        return "-"
+    collectives, messages = calls["collectives"], calls["messages"]
+    return f"{collectives} + {messages} messages" if messages else str(collectives)
+
+
+def _mebibytes(result: Mapping[str, Any], key: str) -> str:
+    peaks = result.get("peak bytes", {})
+    return f"{peaks[key] / 2**20:.0f}" if key in peaks else "-"
+
+
+def _lost(key: str, result: Mapping[str, Any]) -> str:
+    """A bound updates nothing of the model's."""
+    lost = result.get("lost", {}).get(key)
+    return "-" if lost is None or key not in result["difference"] else str(lost)
 
 
 def _numbers(gap: float | None) -> str:
@@ -146,11 +196,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", type=lambda text: _listed(text, cases), default=cases, help=", ".join(cases))
     parser.add_argument("--ranks", type=lambda text: list(map(_positive, text.split(","))), default=[2])
-    parser.add_argument("--peers", type=lambda text: _listed(text, keys), default=keys, help=", ".join(keys))
-    parser.add_argument("--network", choices=("loopback", "shaped"), default="loopback")
+    known = [*keys, *(each.key for each in SIZES)]
+    parser.add_argument("--peers", type=lambda text: _listed(text, known), default=keys, help=", ".join(known))
+    parser.add_argument(
+        "--network", choices=("loopback", "shaped", "auto"), default="loopback", help="auto: shaped if possible"
+    )
     parser.add_argument("--rate", default="1gbit", help="speed of a shaped network's links")
     parser.add_argument("--rounds", type=_positive, help="rounds per entry instead of each case's own number")
     parser.add_argument("--batch", type=_positive, help="batch per rank instead of each case's own")
+    parser.add_argument("--plot", type=Path, help="also draw the ratios into this file, .png or .svg")
     parser.add_argument("--json", type=Path, help="also write every round to this file")
     return parser.parse_args()
 
@@ -168,6 +222,9 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
 def main() -> None:
     """Measure the chosen cases and print their tables."""
     arguments = _arguments()
+    if arguments.network == "auto":
+        arguments.network = "loopback" if obstacle() else "shaped"
+        print(f"On loopback: {obstacle()}." if obstacle() else f"On links of {arguments.rate}.", end="\n\n")
     environment = {
         "versions": versions(),
         "hardware": hardware(),
@@ -184,6 +241,8 @@ def main() -> None:
         print(render(results[-1]), flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps({**environment, "results": results}, indent=1) + "\n")
+        if arguments.plot:
+            draw(results, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,22 @@ def build(device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def batches(count: int, device: torch.device) -> Iterator[Tensor]:
-    """Windows of the sources of Python's standard library, others on every rank, the same at every call."""
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = torch.frombuffer(bytearray(b"".join(source.read_bytes() for source in sources)), dtype=torch.uint8)
-    random = torch.Generator().manual_seed(dist.get_rank())
+    """Windows of the text, others on every rank, the same at every call."""
+    characters, random = text(), torch.Generator().manual_seed(dist.get_rank())
     for _ in range(count):
-        starts = torch.randint(len(text) - SHAPE.context, (16, 1), generator=random)
-        yield text[starts + torch.arange(SHAPE.context + 1)].to(device, torch.long)
+        yield windows(characters, 16, random).to(device)
+
+
+def text() -> Tensor:
+    """The sources of Python's standard library, as bytes."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(source.read_bytes() for source in sources)), dtype=torch.uint8)
+
+
+def windows(characters: Tensor, count: int, random: torch.Generator) -> Tensor:
+    """Some windows of a text."""
+    starts = torch.randint(len(characters) - SHAPE.context, (count, 1), generator=random)
+    return characters[starts + torch.arange(SHAPE.context + 1)].long()
 
 
 def mean(value: Tensor) -> float:

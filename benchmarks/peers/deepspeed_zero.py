@@ -34,7 +34,7 @@ class _Engine:
 
 def build(stage: int, factory: Factory, optimizer_class: type[Optimizer], options: Options) -> Trainer:
     """Build an engine of that ZeRO stage around the user's own optimizer."""
-    deepspeed = _library()
+    deepspeed = library()
     model = factory()
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -51,7 +51,8 @@ def _config(stage: int) -> dict[str, Any]:
     return {**zero, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 1}
 
 
-def _library() -> Any:
+def library() -> Any:
+    """Import it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     import deepspeed

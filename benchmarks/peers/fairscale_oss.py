@@ -1,5 +1,7 @@
 """FairScale: OSS, which shards the state, under ShardedDDP, which reduces each gradient to its owner."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,9 +20,15 @@ class _Sharded(Loop):
 
 def build(factory: Factory, optimizer_class: type[Optimizer], options: Options) -> Trainer:
     """Build both with their defaults."""
+    oss, sharded_ddp = library()
+    model = factory()
+    optimizer = oss(trainable(model), optimizer_class, **options)
+    return _Sharded(model, sharded_ddp(model, optimizer), optimizer)
+
+
+def library() -> tuple[Any, Any]:
+    """Import it: the optimizer and the wrapper."""
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 
-    model = factory()
-    optimizer = OSS(trainable(model), optimizer_class, **options)
-    return _Sharded(model, ShardedDataParallel(model, optimizer), optimizer)
+    return OSS, ShardedDataParallel

@@ -57,6 +57,15 @@ class Loop:
         return size_of_state(getattr(self._optimizer, "optim", self._optimizer))
 
 
+class Inside(Loop):
+    """The optimizer steps inside backward."""
+
+    def step(self, batch: Tensor) -> None:
+        """Zero, forward, backward."""
+        self._optimizer.zero_grad()
+        self._wrapped(batch).backward()
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters an optimizer is given: no peer pays for frozen ones."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

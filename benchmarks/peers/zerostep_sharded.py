@@ -23,18 +23,21 @@ class _Sharded(Loop):
 
 @dataclass(frozen=True)
 class Sharded:
-    """How to build it: when the parameters are waited for, under DDP or not, with which kernels."""
+    """How to build it: when the parameters are waited for, under DDP or not, with which kernels, buckets and sums."""
 
     gather: Literal["step", "forward"]
     under_ddp: bool = False
     fused: bool = False
+    bucket_mb: float | None = None
+    reduction: Literal["scatter", "all"] = "scatter"
 
     def build(self, factory: Factory, optimizer_class: type[Optimizer], options: Options) -> Trainer:
         """Build it, otherwise with its defaults."""
         model = factory()
         wrapped: nn.Module = DDP(model) if self.under_ddp else model
         chosen = {**options, "fused": True} if self.fused else options
-        return _Sharded(model, wrapped, _class()(wrapped, optimizer_class, gather=self.gather, **chosen))
+        ours = {"gather": self.gather, "bucket_mb": self.bucket_mb, "reduction": self.reduction}
+        return _Sharded(model, wrapped, _class()(wrapped, optimizer_class, **ours, **chosen))
 
 
 def _class() -> Any:

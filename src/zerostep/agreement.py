@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zerostep.buffers import is_dense
+from zerostep.checkpoint.errors import CheckpointError
 from zerostep.groups import Group, options
 from zerostep.layout import ParamSpec
 from zerostep.stream import broadcast_bytes
@@ -30,7 +31,9 @@ __all__ = ["Record", "Statement", "agreed", "first_failure", "records_of"]
 _MADE, _FAILED = 0, 1
 _TEXT_WORDS = 64
 _REMEDY = "build the optimizer from the same parameters, in the same order and with the same options, on every rank"
-_SAME_CLASS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
+_SAME_CLASS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, KeyError, CheckpointError)
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Statement:
     """What a rank states; filled in while it is made."""
 
     records: list[Record] = field(default_factory=list)
+    remedy: str = _REMEDY
 
 
 @contextmanager
@@ -67,7 +71,7 @@ def agreed(transport: Transport) -> Iterator[Statement]:
         texts = _exchange(transport, _words(""))
         raise _quote(failed[0], _text(texts[failed[0]]))
     if any(row != rows[0] for row in rows):
-        _raise_difference(transport, statement.records)
+        _raise_difference(transport, statement.records, statement.remedy)
 
 
 def first_failure(transport: Transport, error: Exception | None) -> Exception:
@@ -124,7 +128,7 @@ def _exchange(transport: Transport, words: Sequence[int]) -> list[list[int]]:
     return transport.all_gather_ints(words)
 
 
-def _raise_difference(transport: Transport, records: Sequence[Record]) -> None:
+def _raise_difference(transport: Transport, records: Sequence[Record], remedy: str) -> None:
     """All ranks compare with rank 0, tell where they first differ, and name the earliest place."""
     first = _first_difference(records, _records_of_rank_0(transport, records))
     rows = _exchange(transport, [first])
@@ -135,7 +139,7 @@ def _raise_difference(transport: Transport, records: Sequence[Record]) -> None:
     title = next(text for text in map(_text, titles) if text)
     others = [rank for rank, row in enumerate(rows) if row[0] == place]
     raise ValueError(
-        f"the ranks disagree on {title}: rank 0 has {values[0]}, but {_several(others)} {values[others[0]]}; {_REMEDY}"
+        f"the ranks disagree on {title}: rank 0 has {values[0]}, but {_several(others)} {values[others[0]]}; {remedy}"
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zerostep.bucketing import Cost, fill
@@ -17,10 +18,12 @@ from zerostep.inners import InnerOptimizers, OptimizerClass, class_of, own_optio
 from zerostep.layout import Layout, ParamSpec
 from zerostep.splitting import is_elementwise, is_separable
 
-__all__ = ["Blueprint", "Settings"]
+__all__ = ["Blueprint", "Settings", "in_order"]
 
-_HOST_BUCKET = 5 << 20
-_LEAST_BUCKET, _MOST_BUCKET, _BUCKETS = 25 << 20, 100 << 20, 32
+# How many buckets of at least and at most how many bytes, as measured: few and small on the host, where messages are
+# slow; more and larger ones on an accelerator, where launches are.
+_HOST_BUCKETS = (4, 1 << 20, 5 << 20)
+_ACCELERATOR_BUCKETS = (32, 25 << 20, 100 << 20)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Settings:
             raise ValueError(f"bucket_mb must be a positive number of megabytes, got {self.bucket_mb!r}")
 
 
+def in_order(params: Iterable[Tensor]) -> dict[Tensor, int]:
+    """The place of each parameter of a model."""
+    return {param: place for place, param in enumerate(params)}
+
+
 def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
@@ -54,11 +62,15 @@ def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The optimizer class that groups have if they name no other, its options, and the settings."""
+    """The optimizer class that groups have if they name no other, its options, the settings, and the model's order.
+
+    Groups divide parameters by what is done to them; backward comes by the place of each in the model.
+    """
 
     common: OptimizerClass
     defaults: Mapping[str, Any]
     settings: Settings
+    order: Mapping[Tensor, int] = field(default_factory=dict)
 
     def complete(self, group: Group) -> Group:
         """A group with the options that its class completes, from an optimizer that is thrown away."""
@@ -84,17 +96,19 @@ class Blueprint:
             model = CostModel(kind, self._constructor(kind), own_options(group))
             specs += known
             costs += [model.of(spec) for spec in known]
-        sizes = [param.element_size() for param in all_params(groups)]
-        return fill(specs, world_size, self._bucket_bytes(specs, sizes), sizes, costs)
+        params = all_params(groups)
+        sizes = [param.element_size() for param in params]
+        behind = len(self.order)
+        places = [self.order.get(param, behind + number) for number, param in enumerate(params)]
+        return fill(specs, world_size, self._bucket_bytes(specs, sizes), sizes, costs, places)
 
     def _bucket_bytes(self, specs: Sequence[ParamSpec], sizes: Sequence[int]) -> int:
-        """As measured: small on the host, where messages are slow; fewer on an accelerator, where launches are."""
         if self.settings.bucket_mb is not None:
             return max(1, int(self.settings.bucket_mb * 2**20))
-        if all(spec.device.startswith("cpu") for spec in specs):
-            return _HOST_BUCKET
         total = sum(spec.numel * size for spec, size in zip(specs, sizes, strict=True) if spec.trainable)
-        return min(max(total // _BUCKETS, _LEAST_BUCKET), _MOST_BUCKET)
+        on_host = all(spec.device.startswith("cpu") for spec in specs)
+        count, least, most = _HOST_BUCKETS if on_host else _ACCELERATOR_BUCKETS
+        return min(max(total // count, least), most)
 
     def _specs(self, group: Group, number: int, first: int) -> list[ParamSpec]:
         splittable = self._splits(class_of(group, self.common), own_options(group))

@@ -1,6 +1,6 @@
 """From parameter specs to a layout of many buckets, in the order in which backward fills them.
 
-Backward visits parameters in about the reverse of the given order, so buckets are filled from the end: as soon as one
+Backward visits parameters in about the reverse of the model's order, so buckets are filled from the end: as soon as one
 is full it can travel, while backward goes on. Every bucket is divided among all ranks, so that whatever part of the
 model is trained, each rank has its share of gradients and state. Splittable parameters are cut wherever that needs;
 atomic ones have buckets of their own, whose owners are chosen over the whole model, by bytes of state and by work. The
@@ -38,17 +38,23 @@ class Cost:
 
 
 def fill(
-    specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int, itemsizes: Sequence[int], costs: Sequence[Cost]
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    bucket_bytes: int,
+    itemsizes: Sequence[int],
+    costs: Sequence[Cost],
+    places: Sequence[int] | None = None,
 ) -> Layout:
     """Divide `specs` among `world_size` ranks, in buckets of about `bucket_bytes`.
 
-    `itemsizes` and `costs` have an entry for each spec. The last parameters come first.
+    `itemsizes` and `costs` have an entry for each spec, and `places` too: where each stands in the model, if that is
+    not the order of the specs. The last parameters of the model come first.
     """
     if world_size < 1 or bucket_bytes < 1:
         raise ValueError(f"a layout needs at least one rank and one byte, got {world_size} and {bucket_bytes}")
     owners = _owners(specs, costs, world_size)
     shares = _shares(specs, costs, owners, world_size)
-    groups = _fill(specs, itemsizes, costs, bucket_bytes)
+    groups = _fill(specs, itemsizes, costs, bucket_bytes, range(len(specs)) if places is None else places)
     buckets = [
         (
             _cut(specs, members, itemsizes[members[0]], shares, world_size)
@@ -75,9 +81,13 @@ def padded_size(bucket: Bucket) -> int:
 
     Only the last parts of an evenly cut bucket may be short.
     """
-    world, longest = len(bucket.cuts) - 1, bucket.cuts[1]
-    even = all(cut == min(bucket.size, rank * longest) for rank, cut in enumerate(bucket.cuts))
-    return world * longest if even else bucket.size
+    world, longest, size = len(bucket.cuts) - 1, bucket.cuts[1], bucket.size
+    # One whole parameter of the first rank looks like a long part with short ones behind it, and is none.
+    if not longest or longest != _even_part(size, world):
+        return size
+    full = size // longest
+    starts, ends = tuple(range(0, full * longest + 1, longest)), (size,) * (world - full)
+    return world * longest if bucket.cuts == starts + ends else size
 
 
 def _owners(specs: Sequence[ParamSpec], costs: Sequence[Cost], world_size: int) -> dict[int, int]:
@@ -109,13 +119,17 @@ def _shares(
 
 
 def _fill(
-    specs: Sequence[ParamSpec], itemsizes: Sequence[int], costs: Sequence[Cost], bucket_bytes: int
+    specs: Sequence[ParamSpec],
+    itemsizes: Sequence[int],
+    costs: Sequence[Cost],
+    bucket_bytes: int,
+    places: Sequence[int],
 ) -> list[list[int]]:
     """The members of each bucket; a bucket comes as early as its last gradient does."""
     alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     sizes = [spec.numel * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
     rates = {spec.group: cost.state / spec.numel for spec, cost in zip(specs, costs, strict=True) if spec.numel}
-    for index in reversed(range(len(specs))):
+    for index in sorted(range(len(specs)), key=lambda index: places[index], reverse=True):
         spec = specs[index]
         # Every stretch of a bucket must cost the same, so that equal parts do.
         rate = rates.get(spec.group, 0.0) if spec.splittable else 0.0
@@ -125,7 +139,7 @@ def _fill(
         small = sizes[index] * _MANY < bucket_bytes
         alike[spec.device, spec.dtype, spec.trainable, spec.splittable, rate, odd, small].append(index)
     done = [members for kind in alike.values() for members in _divide(kind, sizes, bucket_bytes)]
-    return sorted(done, key=lambda members: (not specs[members[0]].trainable, -min(members)))
+    return sorted(done, key=lambda members: (not specs[members[0]].trainable, -min(places[each] for each in members)))
 
 
 def _divide(members: list[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
@@ -204,10 +218,13 @@ def _bucket(kind: ParamSpec, slots: tuple[Slot, ...], cuts: tuple[int, ...]) -> 
 
 def _even(size: int, world_size: int) -> tuple[int, ...]:
     """Equal parts; the last ones may be shorter."""
-    part = -(-size // world_size)
-    if part >= _LONG:
-        part = -(-part // _ALIGNMENT) * _ALIGNMENT
+    part = _even_part(size, world_size)
     return tuple(min(size, rank * part) for rank in range(world_size + 1))
+
+
+def _even_part(size: int, world_size: int) -> int:
+    part = -(-size // world_size)
+    return part if part < _LONG else -(-part // _ALIGNMENT) * _ALIGNMENT
 
 
 def _proportional(size: int, shares: Sequence[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ number of bytes and never on the number of parameters.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,15 +53,15 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self._free: list[Tensor] = []  # by size: every other rank may have a room here
         self._lent: dict[int, StorageWeakRef] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory that nobody else has; what it holds is anybody's guess."""
         size = numel * dtype.itemsize
-        fitting = [place for place, memory in enumerate(self._free) if size <= memory.numel() <= 2 * size]
-        place = min(fitting, key=lambda place: self._free[place].numel(), default=None)
-        base = torch.empty(size, dtype=torch.uint8) if place is None else self._free.pop(place)
+        place = bisect_left(self._free, size, key=Tensor.numel)
+        fits = place < len(self._free) and self._free[place].numel() <= 2 * size
+        base = self._free.pop(place) if fits else torch.empty(size, dtype=torch.uint8)
         self._lent[base.data_ptr()] = StorageWeakRef(base.untyped_storage())
         return base[:size].view(dtype)
 
@@ -68,7 +69,7 @@ class Scratch:
         """Take back what was lent; of others' memory, nothing is kept."""
         lent = self._lent.pop(memory.data_ptr(), None)
         if lent is not None and not lent.expired():
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()))
+            insort(self._free, torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()), key=Tensor.numel)
 
     def trim(self) -> None:
         """Let go of what nobody has."""

@@ -1,20 +1,18 @@
-"""The command line. Its libraries come with the extra ``cli``."""
+"""The command line. Its libraries come with the extra ``cli``; every command is a module of `zerostep.commands`."""
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Annotated
 
 try:
     import typer
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+
+    from zerostep.checkpoint.errors import CheckpointError
+    from zerostep.commands import convert, demo, inspect, plan, trace
 except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
+        raise
     sys.stderr.write(f"zerostep: the command line needs {missing.name}: pip install 'zerostep[cli]'\n")
     sys.exit(2)
-
-if TYPE_CHECKING:
-    from zerostep.demo import RankReport, RunReport
 
 app = typer.Typer(add_completion=False)
 
@@ -24,42 +22,11 @@ def zerostep() -> None:
     """Optimizer-state sharding for PyTorch data-parallel training."""
 
 
-@app.command()
-def demo(
-    ranks: Annotated[int, typer.Option(help="Local processes to train with.")] = 2,
-    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 30,
-) -> int:
-    """Train a small GPT with plain DDP and with sharded state; compare memory, time and numbers."""
-    from zerostep.demo import run_demo, verdict
-
-    console = Console()
-    with console.status("training both ways"):
-        reports = run_demo(ranks, steps)
-    passed, line = verdict(reports)
-    console.print(_table(reports), line, sep="")
-    return 0 if passed else 1
-
-
-def _table(reports: "list[RankReport]") -> Table:
-    title = "sizes in MB, state also as a ratio to plain DDP's, loss of first and last step"
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for name in ("rank", "run", "params", "grads", "state", "ratio", "step ms", "first", "last"):
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
-    for rank, report in enumerate(reports):
-        table.add_row(str(rank), "plain DDP", *_cells(report.plain, report.plain))
-        table.add_row(str(rank), "zerostep", *_cells(report.sharded, report.plain))
-    return table
-
-
-def _cells(run: "RunReport", plain: "RunReport") -> list[str]:
-    sizes = (run.parameter_bytes, run.gradient_bytes, run.state_bytes)
-    return [
-        *(f"{size / 1e6:.2f}" for size in sizes),
-        f"{run.state_bytes / plain.state_bytes:.2f}",
-        f"{run.step_ms:.1f}",
-        f"{run.first_loss:.4f}",
-        f"{run.last_loss:.4f}",
-    ]
+app.command(epilog=demo.EPILOG)(demo.demo)
+app.command(epilog=plan.EPILOG)(plan.plan)
+app.command(epilog=inspect.EPILOG)(inspect.inspect)
+app.command(epilog=convert.EPILOG)(convert.convert)
+app.command(epilog=trace.EPILOG, context_settings=trace.CONTEXT)(trace.trace)
 
 
 def main() -> None:
@@ -76,11 +43,10 @@ def main() -> None:
 
 
 def _message(error: Exception) -> str:
-    from zerostep.demo import DemoError
-
-    if isinstance(error, DemoError):
+    """Errors for users, ours and those of typer, have their line ready; any other is a defect, and shown whole."""
+    if isinstance(error, CheckpointError):
         return str(error)
-    if hasattr(error, "format_message"):  # a usage error, whose class has moved between typer's versions
+    if hasattr(error, "format_message"):
         return str(error.format_message())
     raise error
 

@@ -7,7 +7,8 @@ that only pickle could carry would let one rank run code on another.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from zerostep.buffers import is_dense
 
-__all__ = ["Packed", "TensorSpec", "pack", "specs", "unpack"]
+__all__ = ["Packed", "TensorSpec", "decode", "dtype_name", "dtype_named", "encode", "pack", "specs", "unpack"]
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -56,8 +57,13 @@ class Packed:
 def pack(value: Any) -> Packed:
     """Take `value` apart; `TypeError` names the first type that cannot travel, and where it stands."""
     tensors: list[Tensor] = []
-    tree = _encode(value, "value", tensors)
-    head = [[list(tensor.shape), list(tensor.stride()), _dtype_name(tensor.dtype)] for tensor in tensors]
+
+    def put(tensor: Tensor) -> list[Any]:
+        tensors.append(tensor)
+        return ["tensor", len(tensors) - 1]
+
+    tree = encode(value, put)
+    head = [[list(tensor.shape), list(tensor.stride()), dtype_name(tensor.dtype)] for tensor in tensors]
     return Packed(json.dumps([head, tree], separators=(",", ":")).encode(), tuple(tensors))
 
 
@@ -74,7 +80,7 @@ def unpack(text: bytes, tensors: Sequence[Tensor]) -> Any:
         head, tree = _parse(text)
         if len(head) != len(tensors):
             raise ValueError(f"the text speaks of {len(head)} tensors, {len(tensors)} came with it")
-        return _decode(tree, tensors)
+        return decode(tree, lambda kind, items: tensors[range(len(tensors)).index(*items)])
 
 
 @contextmanager
@@ -88,7 +94,7 @@ def _refusing() -> Iterator[None]:
 
 def _spec(shape: list[int], strides: list[int], name: str) -> TensorSpec:
     """Refuses what would make two elements share memory or leave gaps: sizes come from another rank."""
-    found = TensorSpec(tuple(shape), tuple(strides), _dtype(name))
+    found = TensorSpec(tuple(shape), tuple(strides), dtype_named(name))
     if min(found.strides, default=0) < 0 or not is_dense(
         torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
     ):
@@ -103,25 +109,29 @@ def _parse(text: bytes) -> tuple[list[Any], Any]:
     return found[0], found[1]
 
 
-def _encode(value: Any, path: str, tensors: list[Tensor]) -> Any:
-    """Plain values stand for themselves; everything else is a list whose first entry says what it is."""
+def encode(value: Any, put: Callable[[Tensor], list[Any]], path: str = "value") -> Any:
+    """A value as JSON has it: plain ones stand for themselves, others are a list whose first entry says what it is.
+
+    `put` stores a tensor and returns the list that stands for it. `TypeError` for what cannot travel.
+    """
     if isinstance(value, Tensor):
-        tensors.append(_plain(value, path))
-        return ["tensor", len(tensors) - 1]
+        return put(_plain(value, path))
     if isinstance(value, torch.dtype):
-        return ["dtype", _dtype_name(value)]
+        return ["dtype", dtype_name(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", str(float(value))]
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
+        return ["complex", encode(value.real, put), encode(value.imag, put)]
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         kind = "list" if isinstance(value, list) else "tuple"
-        return [kind, *(_encode(item, f"{path}[{i}]", tensors) for i, item in enumerate(value))]
+        return [kind, *(encode(item, put, f"{path}[{i}]") for i, item in enumerate(value))]
     if isinstance(value, Mapping):
-        return ["dict", *_encode_items(value, path, tensors)]
+        return ["dict", *_encode_items(value, put, path)]
     raise TypeError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel between ranks: only "
-        "numbers, text, None, lists, tuples, dicts and tensors can; convert it to one of these first"
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel between ranks or into a "
+        "checkpoint: only numbers, text, None, lists, tuples, dicts and tensors can; convert it to one of these first"
     )
 
 
@@ -135,36 +145,43 @@ def _plain(tensor: Tensor, path: str) -> Tensor:
     return found if is_dense(found) else found.contiguous()
 
 
-def _encode_items(value: Mapping[Any, Any], path: str, tensors: list[Tensor]) -> list[Any]:
+def _encode_items(value: Mapping[Any, Any], put: Callable[[Tensor], list[Any]], path: str) -> list[Any]:
     return [
-        [_encode(key, f"{path} key {key!r}", tensors), _encode(item, f"{path}[{key!r}]", tensors)]
-        for key, item in value.items()
+        [encode(key, put, f"{path} key {key!r}"), encode(item, put, f"{path}[{key!r}]")] for key, item in value.items()
     ]
 
 
-def _decode(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def decode(tree: Any, take: Callable[[str, list[Any]], Tensor]) -> Any:
+    """The value that `encode` wrote. `take` finds a tensor, given the kind and the rest of the list that stands for it.
+
+    Malformed text raises one of the errors that Python has for it.
+    """
     if not isinstance(tree, list):
         return tree
     kind, *items = tree
-    if kind == "tensor":
-        return tensors[range(len(tensors)).index(*items)]
+    if kind in ("tensor", "stored"):
+        return take(kind, items)
     if kind == "dtype":
-        return _dtype(*items)
+        return dtype_named(*items)
+    if kind == "float":
+        return float(*items)
     if kind == "complex":
-        return complex(*items)
+        return complex(*(decode(item, take) for item in items))
     if kind == "dict":
-        return {_decode(key, tensors): _decode(item, tensors) for key, item in items}
+        return {decode(key, take): decode(item, take) for key, item in items}
     if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(_decode(item, tensors) for item in items)
+        return (list if kind == "list" else tuple)(decode(item, take) for item in items)
     raise ValueError(f"not a packed value: {kind!r}")
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in text."""
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name; `ValueError` if there is none."""
+    found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of this torch ({torch.__version__})")
     return found

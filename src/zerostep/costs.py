@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zerostep.bucketing import Cost
 from zerostep.layout import ParamSpec
 
-__all__ = ["CostModel", "state_bytes"]
+__all__ = ["CostModel", "fresh_state", "state_bytes"]
 
 _MATRIX_WORK = (getattr(torch.optim, "Muon", None),)
 _KERNELS = ("fused", "foreach", "capturable")
@@ -58,16 +58,34 @@ def state_bytes(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     group: Mapping[str, Any] | None = None,
+    counters: bool = False,
 ) -> int:
-    """The bytes of state of a parameter after a step.
+    """The bytes of state of a parameter after a step; those of single numbers only with `counters`.
 
     A class that cannot be run at all is taken to keep two numbers for each element, as most do.
     """
-    make = _Maker(optimizer_class, options, group or {})
+    make = _Maker(optimizer_class, options, group or {}, counters)
     try:
         return sum(value.nbytes for value in make.state(shape, dtype, "meta"))
     except Exception:
         return _from_small(make, shape, dtype)
+
+
+def fresh_state(
+    optimizer_class: Callable[..., Optimizer],
+    options: Mapping[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    group: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state of a parameter after a step, its tensors perhaps without memory; nothing if it cannot be found out."""
+    make = _Maker(optimizer_class, options, group or {})
+    for device in ("meta", "cpu"):
+        try:
+            return make.entry(shape, dtype, device)
+        except Exception:  # an optimizer that looks at its numbers needs some
+            continue
+    return {}
 
 
 def _from_small(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -82,17 +100,27 @@ def _from_small(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> int
 
 class _Maker:
     def __init__(
-        self, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any], group: Mapping[str, Any]
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        options: Mapping[str, Any],
+        group: Mapping[str, Any],
+        counters: bool = False,
     ) -> None:
         self._class, self._options, self._group = optimizer_class, _without_kernels(options), _without_kernels(group)
+        self._counters = counters
 
     def state(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
-        """The tensors in the state of one parameter after a step, but for counters."""
+        """The tensors in the state of one parameter after a step; single numbers only where counters count."""
+        tensors = [value for value in self.entry(shape, dtype, device).values() if isinstance(value, Tensor)]
+        return [value for value in tensors if value.dim() or self._counters]
+
+    def entry(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
+        """The state of one parameter after a step."""
         param = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         param.grad = torch.zeros_like(param)
         optimizer = self._class([{**deepcopy(self._group), "params": [param]}], **deepcopy(self._options))
         optimizer.step()
-        return [value for value in optimizer.state[param].values() if isinstance(value, Tensor) and value.dim()]
+        return dict(optimizer.state[param])
 
 
 def _without_kernels(options: Mapping[str, Any]) -> dict[str, Any]:

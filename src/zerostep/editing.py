@@ -86,7 +86,10 @@ class Edits:
 
     def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
         """Change the kept parts in place, element by element."""
-        self._begin()
+        first = not self._engine.settled
+        late = self._begin()
+        if first:
+            self._refuse_late(late)
         self.forget_norms()
         with torch.no_grad():
             for part in self._parts(params):
@@ -114,7 +117,7 @@ class Edits:
         return set() if before else self._engine.late
 
     def _refuse_late(self, late: set[int]) -> None:
-        """All ranks refuse if one of them has not asked for all norms."""
+        """All ranks refuse if one of them has not listed all gradients."""
         if self._scattered and any(row[0] for row in self._engine.shared.meet([len(late)]).wait()):
             raise RuntimeError(
                 "ranks have used different parameters in this step, so their lists of gradients differ: use the "

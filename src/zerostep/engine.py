@@ -36,12 +36,16 @@ from zerostep.stats import Clock
 from zerostep.transport import TransportError
 from zerostep.verification import Witness
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "InterruptedPassError"]
 
 # Updates begin while the last sums are still on their way; where nobody waits for sums, one step is cheapest.
 _MOST_PARTIAL_STEPS = 8
 _BITS = 62
 _FEW = 1 << 16  # elements
+
+
+class InterruptedPassError(RuntimeError):
+    """A backward pass was ended before anything set out; all is as it was."""
 
 
 class Engine:
@@ -133,19 +137,15 @@ class Engine:
         """Autograd has finished a gradient of a bare module."""
         if self.paused:
             return
-        with self.lock:
-            try:
-                grad, held = self._taken(index)
-                if grad is None:
-                    return
-                self._note(index, grad, held)
-                done = self.reduction.arrive(index, grad, held)
-                self.params[index].grad = self.stand_in(index)
-                if done and self.settings.reduction == "all":
-                    self._hand_out()
-            except Exception as error:
-                self.trouble = error
-                raise
+        with self.lock, self._noting_trouble():
+            grad, held = self._taken(index)
+            if grad is None:
+                return
+            self._note(index, grad, held)
+            done = self.reduction.arrive(index, grad, held)
+            self.params[index].grad = self.stand_in(index)
+            if done and self.settings.reduction == "all":
+                self._hand_out()
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
@@ -183,6 +183,8 @@ class Engine:
         """After an error on the way nobody knows what the others have got."""
         try:
             yield
+        except InterruptedPassError:
+            raise
         except Exception as error:
             self.trouble = error
             raise
@@ -290,7 +292,8 @@ class Engine:
             if any(row[1 + index // _BITS] >> (index % _BITS) & 1 for row in rows):
                 self.reduction.used.add(index)
         self.late = self.reduction.used - known
-        self.place_stand_ins()
+        if self.settings.reduction == "scatter":
+            self.place_stand_ins()
 
     def hear(self) -> None:
         """Take note of what the others have told, if nobody has listened yet."""
@@ -435,7 +438,7 @@ class Engine:
             for bucket in wave:
                 self.bind(bucket)
                 leaves += self._ready(bucket, inners)
-            with self.clock.phase("update", wave[0]):
+            with self.clock.phase("update", wave[0], wave[-1]):
                 step(leaves)
         finally:
             for leaf in leaves:

@@ -103,8 +103,8 @@ class InnerOptimizers:
             for part in parts:
                 state[part.tensor] = clone_scalars(view_state(entry, leaf, part.fragments[0]))
 
-    def load(self, states: Mapping[Tensor, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
-        """Replace all state by copies of `states`, and take the options of the outer groups in `chosen`."""
+    def load(self, states: Mapping[Tensor, Mapping[str, Any]], chosen: Sequence[Group], fresh: bool = False) -> None:
+        """Replace all state by `states`, copied unless it is `fresh`, and take the options of the outer groups."""
         for optimizer in self._all.values():
             numbers: dict[Tensor, int] = {}
             groups = []
@@ -114,9 +114,8 @@ class InnerOptimizers:
                     numbers[tensor] = len(numbers)
                 wanted = {key: value for key, value in chosen[outer].items() if key != CLASS_KEY}
                 groups.append({**wanted, "params": [numbers[tensor] for tensor in group["params"]]})
-            commit(
-                optimizer, {"state": {numbers[t]: states[t] for t in numbers if t in states}, "param_groups": groups}
-            )
+            state = {numbers[tensor]: states[tensor] for tensor in numbers if tensor in states}
+            commit(optimizer, {"state": state, "param_groups": groups}, fresh)
             self._follow(optimizer)
 
     def _follow(self, optimizer: Optimizer) -> None:

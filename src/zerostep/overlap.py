@@ -107,6 +107,7 @@ class _Overlap:
         """What speaks against this iteration, with all its buckets."""
         try:
             self._zero._check_usable()
+            self._zero._saves.look()
             self._inside.begin(self._zero._owners)
         except Exception as error:
             return error

@@ -137,7 +137,9 @@ class Reduction:
             # Those that are under way at the end of backward have no part yet, and should not.
             late = self._order[-_UNDER_WAY:] if not self._plan.whole else list(self.kept)
             on_host = {bucket: part for bucket, part in self.kept.items() if part.device.type == "cpu"}
-            self._spare = {bucket: part for bucket, part in on_host.items() if bucket not in late}
+            # An inner optimizer may keep a gradient that it has seen.
+            alone = _holders(torch.empty(0))
+            self._spare = {b: part for b, part in on_host.items() if b not in late and _holders(part) == alone}
             self.kept, self.used, self._stale = {}, set(), set()
         else:
             gone = self.used.intersection(params)
@@ -287,3 +289,9 @@ class Reduction:
             if slot.param in self._stale:
                 span = slot.span.intersect(Span(start, start + kept.numel())).shift(-start)
                 kept[span.start : span.stop].zero_()
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many hold the memory of a tensor: the tensor itself, all views of it, and whoever counts them."""
+    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -23,17 +23,22 @@ from torch.optim import Optimizer
 
 from zerostep import stream
 from zerostep.agreement import Record, agreed, records_of
-from zerostep.blueprint import Blueprint, Settings
+from zerostep.blueprint import Blueprint, Settings, in_order
 from zerostep.bucketing import extend
 from zerostep.buffers import is_dense
 from zerostep.checkpoint.consolidate import StateDict, pack_groups
-from zerostep.checkpoint.fragments import assemble
+from zerostep.checkpoint.fragments import assemble, ready_to_travel
 from zerostep.checkpoint.leaf_states import LeafStates
+from zerostep.checkpoint.pending import Saves
 from zerostep.checkpoint.restore import validate
+from zerostep.checkpoint.shares import Saved, WholeState
+from zerostep.checkpoint.subject import Subject
 from zerostep.engine import Engine
 from zerostep.gathering import ForwardHooks
 from zerostep.groups import Group, all_params, normalise, options, refuse_sparse
-from zerostep.inners import InnerOptimizers, OptimizerClass, class_of
+from zerostep.inners import InnerOptimizers, OptimizerClass, class_of, own_options
+from zerostep.integrations.expected import Recipe
+from zerostep.integrations.refusal import ADVICE, refuse_dcp
 from zerostep.mesh import Ranks, resolve
 from zerostep.objects import gather_object
 from zerostep.stats import Clock, Stats
@@ -68,8 +73,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             needs them. Call `synchronize()` before you read parameters in any other way.
         master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
         reduce_dtype: sum gradients in this dtype.
-        bucket_mb: about how many megabytes travel together. If not given: 5 in host memory; on an accelerator a 32nd of
-            the trained parameters, but at least 25 and at most 100.
+        bucket_mb: about how many megabytes travel together. If not given: in host memory a quarter of the trained
+            parameters, but at least 1 and at most 5; on an accelerator a 32nd, but at least 25 and at most 100.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
         **defaults: options for the inner optimizer.
@@ -99,14 +104,17 @@ class ShardedOptimizer(Optimizer, Joinable):
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
         settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
-        self._blueprint = Blueprint(optimizer_class, defaults, settings)
+        order = in_order(self._model.parameters())
+        self._blueprint = Blueprint(optimizer_class, defaults, settings, order)
         self._clock, self._steps = Clock(), 0
         self._broken: str | None = None
         self._consolidated: list[Any] = []
         self._events: Events | None = None
+        self._contexts = 0
         self._has_state = False
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks: Ranks = resolve(wanted, _first_device(self._model))
+        self._saves = Saves(self._ranks.everyone)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.everyone) as statement:
@@ -279,6 +287,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _step(self) -> None:
         self._check_usable()
+        self._saves.look()
         self._follow()
         with self._running.lock, self._failing_together():
             self._running.settle()
@@ -413,6 +422,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
         What is shaped like the parameter is a flat view of the owned elements where a parameter may be cut.
         """
+        refuse_dcp("ShardedOptimizer")
         return {} if self._engine is None else self._states.by_parameter()
 
     @state.setter
@@ -425,7 +435,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         if not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
         self._consolidated = []
-        self._consolidated = gather_object(self._ranks.shards, self._states.share, to)
+        self._consolidated = gather_object(self._ranks.shards, lambda: ready_to_travel(self._states.shares()), to)
 
     def release_state_dict(self) -> None:
         """Free the consolidated state that this rank may hold."""
@@ -436,11 +446,12 @@ class ShardedOptimizer(Optimizer, Joinable):
 
         Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
         """
+        refuse_dcp("ShardedOptimizer")
         self._check_usable()
         if not self._consolidated and self._has_state:
             raise RuntimeError(
                 f"the optimizer state has not been consolidated on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {ADVICE}"
             )
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -467,13 +478,67 @@ class ShardedOptimizer(Optimizer, Joinable):
         saved = {numbers[key]: dict(entry) for key, entry in found["state"].items() if key in numbers}
         chosen = [options(dict(group)) for group in found["param_groups"]]
         self._running.recover()
-        self._states.load(saved, chosen)
+        params = self._running.params
+        self._states.load({number: WholeState(entry, params[number]) for number, entry in saved.items()}, chosen)
+        self._loaded(saved, chosen)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
+        """All state and options are new."""
         if self._running.witness is not None:
             self._running.witness.load(saved, chosen)
         self._inners.pull(self.param_groups)
         self._has_state, self._consolidated, self._broken = bool(saved), [], None
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+
+    def _checkpoint_subject(self) -> Subject:
+        return Subject(
+            everyone=self._ranks.everyone,
+            rank=self.rank,
+            writes=self._ranks.replicas.rank == 0,
+            layout=self._layout,
+            params=self._running.params,
+            groups=self.param_groups,
+            kinds=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
+            step=self._steps,
+            saves=self._saves,
+            settle=self._settle,
+            shares=self._states.shares,
+            others=dict,
+            restore=self._restore,
+        )
+
+    def _recipe(self, group: int) -> Recipe:
+        """How the state of a group's parameters comes about."""
+        blueprint, found = self._blueprint, self.param_groups[group]
+        kind = class_of(found, blueprint.common)
+        defaults = blueprint.defaults if kind is blueprint.common else {}
+        return Recipe(kind, defaults, own_options(found), blueprint.settings.master_dtype)
+
+    @property
+    def _proves(self) -> bool:
+        """Whether an unsharded optimizer runs beside this one, and needs all state."""
+        return self._running.witness is not None
+
+    def _settle(self) -> None:
+        self._check_usable()
+        self.synchronize()
+        self._hear_verdict()
+
+    def _restore(
+        self, saved: Mapping[int, Saved], others: Mapping[str, Any], options: Sequence[Group], step: int
+    ) -> Callable[[], None]:
+        replace_state = self._states.prepare(saved, options, fresh=True)
+
+        def commit() -> None:
+            self._running.recover()
+            replace_state()
+            proved = saved if self._running.witness is not None else {}
+            whole = {number: {key: found.whole(key) for key in found.names()} for number, found in proved.items()}
+            self._loaded(whole, options)
+            self._has_state, self._steps = bool(saved), step
+
+        return commit
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -498,7 +563,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._running.on_backward = self._events.backward
         of = ref(self)
         self._running.joining = lambda: (found := of()) is not None and found._join_config.enable
-        return Shadow(self, self._events)
+        self._contexts += 1
+        return Shadow(self, self._events, self._contexts)
 
     def _check_order(self) -> None:
         if self._ddp is not None and self._join_config.is_first_joinable:
@@ -509,9 +575,12 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _stop_announcing(self) -> None:
         self._running.on_backward = None
 
-    def _leave_join_context(self) -> None:
-        self._stop_announcing()
-        self._join_config = self._not_joining
+    def _leave_join_context(self, number: int) -> None:
+        """Go on alone, unless a later context has begun."""
+        if number == self._contexts and self._events is not None:
+            self._stop_announcing()
+            self._events.end()
+            self._join_config = self._not_joining
 
     def _shadow_backward(self, fresh: bool) -> None:
         self._running.shadow_backward(fresh)

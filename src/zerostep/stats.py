@@ -41,9 +41,9 @@ class Clock:
         self.waited: Counter[str] = Counter()
 
     @contextmanager
-    def phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
-        """A range in a profile."""
-        with _range(_title(name, bucket)):
+    def phase(self, name: str, bucket: int | None = None, last: int | None = None) -> Iterator[None]:
+        """A range in a profile; `last` for the work of several buckets at once."""
+        with _range(_title(name, bucket, last)):
             yield
 
     @contextmanager
@@ -60,5 +60,7 @@ def _range(title: str) -> AbstractContextManager[object]:
     return record_function(title) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
-def _title(name: str, bucket: int | None) -> str:
-    return f"zerostep/{name}" if bucket is None else f"zerostep/{name} bucket {bucket}"
+def _title(name: str, bucket: int | None, last: int | None = None) -> str:
+    if bucket is None:
+        return f"zerostep/{name}"
+    return f"zerostep/{name} bucket {bucket}" + (f" to {last}" if last not in (None, bucket) else "")

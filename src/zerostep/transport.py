@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, Protocol
 from uuid import uuid4
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ _TAG_WORD = 0x7A66
 # Messages under way at a time. Many keep a socket busy; on an accelerator, stream order does that, and scratch is dear.
 _MESSAGES_IN_FLIGHT = 8
 _BROADCASTS_IN_FLIGHT = 2
+_PARTING_SECONDS = 10
 
 
 class TransportError(RuntimeError):
@@ -83,25 +85,34 @@ class Parcel(Protocol):
         """The part of `owner`; empty if it owns nothing here."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flight:
-    """A transfer under way. It keeps the memory alive that the backend still reads or writes."""
+    """A transfer under way. It keeps the memory alive that the backend still reads or writes.
+
+    `others` are all that nobody has waited for yet, this one included.
+    """
 
     work: Any
     memory: Tensor
     story: str
+    others: set[Flight] = field(default_factory=set)
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
+        self.others.discard(self)
         with _telling(self.story):
             self.work.wait()
         return self.memory
 
 
-def _start(call: Callable[[], Any], memory: Tensor, story: str) -> Flight:
+def _start(call: Callable[[], Any], memory: Tensor, story: str, others: set[Flight] | None = None) -> Flight:
     """Start a transfer. A peer that is gone already is noticed here, one that goes later in `Flight.wait`."""
     with _telling(story):
-        return Flight(call(), memory, story)
+        if others is None:
+            return Flight(call(), memory, story)
+        found = Flight(call(), memory, story, others)
+        others.add(found)
+        return found
 
 
 class Transport(Protocol):
@@ -328,20 +339,24 @@ class GroupTransport:
         """One native call where all parts are equally long, else the list form, which takes any lengths."""
         story = f"the reduce-scatter of {self.world_size} ranks"
         if _tile(parts, memory):
-            return _start(lambda: _reduce_scatter(output, memory, group=self._group, async_op=True), output, story)
-        return _start(lambda: dist.reduce_scatter(output, list(parts), group=self._group, async_op=True), output, story)
+            call: Callable[..., Any] = partial(_reduce_scatter, _as_real(output), _as_real(memory))
+        else:
+            call = partial(dist.reduce_scatter, _as_real(output), list(map(_as_real, parts)))
+        return _start(lambda: call(group=self._group, async_op=True), output, story)
 
     def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
         """One native call where all parts are equally long, else the list form, which takes any lengths."""
         story, mine = f"the all-gather of {self.world_size} ranks", parts[self.rank]
         if _tile(parts, memory):
-            return _start(lambda: _all_gather(memory, mine, group=self._group, async_op=True), memory, story)
-        return _start(lambda: dist.all_gather(list(parts), mine, group=self._group, async_op=True), memory, story)
+            call: Callable[..., Any] = partial(_all_gather, _as_real(memory), _as_real(mine))
+        else:
+            call = partial(dist.all_gather, list(map(_as_real, parts)), _as_real(mine))
+        return _start(lambda: call(group=self._group, async_op=True), memory, story)
 
     def start_all_reduce(self, memory: Tensor) -> Flight:
         """Start summing `memory` over all ranks, in place."""
         story = f"the all-reduce of {self.world_size} ranks"
-        return _start(lambda: dist.all_reduce(memory, group=self._group, async_op=True), memory, story)
+        return _start(lambda: dist.all_reduce(_as_real(memory), group=self._group, async_op=True), memory, story)
 
     def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
         story = f"sending to rank {to} of {self.world_size}"
@@ -380,7 +395,10 @@ class CompanionTransport(GroupTransport):
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         self._gloo: Any = gloo
+        self._flights: set[Flight] = set()
         _companions.add(self)
+        # Whoever goes first must not leave the others with messages that nobody takes: their sockets would fail.
+        finalize(self, _land_all, self._flights).atexit = False
         self.rank = gloo.rank()
         self.world_size = gloo.size()
 
@@ -404,15 +422,17 @@ class CompanionTransport(GroupTransport):
         return torch.stack(rows).tolist()
 
     def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
-        return _start(lambda: self._gloo.send([_as_bytes(memory)], to, tag), memory, f"sending to rank {to}")
+        data, story = _as_bytes(memory), f"sending to rank {to}"
+        return _start(lambda: self._gloo.send([data], to, tag), memory, story, self._flights)
 
     def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
-        data = _as_bytes(memory)
-        return _start(lambda: self._gloo.recv([data], source, tag), memory, f"receiving from rank {source}")
+        data, story = _as_bytes(memory), f"receiving from rank {source}"
+        return _start(lambda: self._gloo.recv([data], source, tag), memory, story, self._flights)
 
     def start_all_reduce(self, memory: Tensor) -> Flight:
         """Start summing `memory`, on the host, over all ranks, in place."""
-        return _start(lambda: self._gloo.allreduce([memory]), memory, f"the all-reduce of {self.world_size} ranks")
+        story = f"the all-reduce of {self.world_size} ranks"
+        return _start(lambda: self._gloo.allreduce([_as_real(memory)]), memory, story)
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
         data = _as_bytes(memory)
@@ -451,7 +471,17 @@ _companions: WeakSet[CompanionTransport] = WeakSet()
 def _end_companions() -> None:
     """torch ends the groups that it has names for. The threads of ours must not outlive the interpreter."""
     for companion in list(_companions):
+        _land_all(companion._flights)
         companion._gloo = None
+
+
+def _land_all(flights: set[Flight]) -> None:
+    """Wait for all that is under way, but not for long: the others may be gone, or have failed before they sent."""
+    end = time.monotonic() + _PARTING_SECONDS
+    while flights:
+        left = max(end - time.monotonic(), 0.001)
+        with suppress(RuntimeError):
+            flights.pop().work.wait(timedelta(seconds=left))
 
 
 class _Staged:
@@ -570,6 +600,11 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 def _tile(parts: Sequence[Tensor], memory: Tensor) -> bool:
     """Whether equally long parts fill the memory."""
     return len({part.numel() for part in parts}) == 1 and len(parts) * parts[0].numel() == memory.numel()
+
+
+def _as_real(memory: Tensor) -> Tensor:
+    """Complex numbers as pairs: no backend has sums of its own for them."""
+    return torch.view_as_real(memory) if memory.is_complex() else memory
 
 
 def _as_bytes(memory: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from weakref import finalize, ref
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from zerostep.engine import InterruptedPassError
 from zerostep.groups import copy_options, options
 from zerostep.join import gradients, on_device, portable
 from zerostep.objects import receive_object, send_object
@@ -92,6 +93,10 @@ class Events:
                 if kind == JOINED:
                     send_object(self._transport, self._loan(rank), rank)
 
+    def end(self) -> None:
+        """A context is over; the next one wants announcements of its own."""
+        self._announced = False
+
     def answer(self) -> Event | None:
         """A joined rank's word; the event that it belongs to, or `None` if no live rank is left."""
         events = self._meet(Event(JOINED))
@@ -121,7 +126,10 @@ class Events:
     def _announce(self) -> None:
         """Torch wants one announcement for each iteration, from whoever stands first."""
         if not self._announced:
-            Join.notify_join_context(self._optimizer)
+            try:
+                Join.notify_join_context(self._optimizer)
+            except RuntimeError as error:  # another rank has no inputs, and the user wants to hear of that
+                raise InterruptedPassError(str(error)) from error
             self._announced = True
 
     def _meet(self, event: Event) -> list[Event]:
@@ -141,8 +149,10 @@ class Events:
 class Shadow(JoinHook):
     """The optimizer's part in torch's `Join` on a rank that has run out of inputs."""
 
-    def __init__(self, optimizer: ShardedOptimizer, events: Events) -> None:
-        self._optimizer, self._events = optimizer, events
+    def __init__(self, optimizer: ShardedOptimizer, events: Events, context: int) -> None:
+        self._optimizer, self._events, self._context = optimizer, events, context
+        # A context that an exception has ended calls none of its hooks, but it lets go of them.
+        finalize(self, _leave, ref(optimizer), context)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")
         finalize(self, self._thread.shutdown, wait=False)
         self._shadows: list[Future[None]] = []
@@ -163,7 +173,7 @@ class Shadow(JoinHook):
         """All ranks have joined."""
         self._shadows.append(self._thread.submit(self._leave))
         self._thread.shutdown(wait=True)
-        self._optimizer._leave_join_context()
+        self._optimizer._leave_join_context(self._context)
         self._raise_errors()
 
     def _shadow(self) -> None:
@@ -197,3 +207,9 @@ class Shadow(JoinHook):
         for shadow in shadows:
             if shadow.done():
                 shadow.result()
+
+
+def _leave(optimizer: ref[ShardedOptimizer], context: int) -> None:
+    found = optimizer()
+    if found is not None:
+        found._leave_join_context(context)

@@ -61,6 +61,7 @@ class Ddp:
         self._engine, self._ddp = ref(engine), ref(ddp)
         self._watched: set[int] = set()
         self._index_of: dict[Tensor, int] = {}
+        self._absent: list[Tensor] = []
         # The module keeps this object, the object keeps nobody.
         ddp.register_comm_hook(None, self._hook)
 
@@ -84,11 +85,14 @@ class Ddp:
             if not param.requires_grad:
                 continue  # frozen since; DDP does not know
             grad = as_stored(view, param) if self._is_used(param) else None
+            if grad is None:
+                self._absent.append(param)
             engine.arrived_in_ddp(self._index_of[param], grad)
         engine.reduction.absorb()  # DDP goes on with its memory
         if bucket.is_last():
+            absent, self._absent = self._absent, []
             if _in_backward():
-                after_backward(engine.place_stand_ins)
+                after_backward(partial(_placed, engine, absent))
             else:
                 engine.place_stand_ins()
         done.set_result(bucket.buffer())
@@ -101,6 +105,13 @@ class Ddp:
             return True
         # Outside of backward a joined rank shadows the others, and has used nothing.
         return _in_backward() and param.grad is not None
+
+
+def _placed(engine: Engine, absent: Sequence[Tensor]) -> None:
+    """Where other ranks alone have a gradient, DDP has put this rank's zeros: nobody may take them for a sum."""
+    for param in absent:
+        param.grad = None
+    engine.place_stand_ins()
 
 
 def _in_backward() -> bool:

@@ -7,7 +7,7 @@ are reduced by DDP, or by whoever else the user trusts with them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -24,10 +24,16 @@ from torch.profiler import record_function
 from zerostep.agreement import agreed, records_of
 from zerostep.buffers import make_parcels
 from zerostep.checkpoint.consolidate import StateDict, collect, local_shard, merge
+from zerostep.checkpoint.pending import Saves
 from zerostep.checkpoint.restore import commit, local_part, validate
+from zerostep.checkpoint.shares import MASTER, Saved, Share, flat_like
+from zerostep.checkpoint.subject import Subject
 from zerostep.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.inside import InsideBackward
+from zerostep.integrations.expected import Recipe
+from zerostep.integrations.refusal import ADVICE, refuse_dcp
 from zerostep.join import ShadowHook, UnevenInputs
+from zerostep.layout import Span
 from zerostep.objects import broadcast_object
 from zerostep.ownership import Ownership
 from zerostep.pipeline import GradientCallback
@@ -70,13 +76,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> None:
         groups, problem = _attempt(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
+        self._saves = Saves(self._transport)
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.world_size, self.rank = self._transport.world_size, self._transport.rank
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
-        self._optimizer_class = optimizer_class
+        self._optimizer_class, self._class_options = optimizer_class, defaults
         self._all_state_dicts: list[StateDict] = []
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
@@ -117,6 +124,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         It is the inner optimizer's own mapping, or in overlap mode, where that one is keyed by leaves, one with the
         same entries.
         """
+        refuse_dcp("ZeroRedundancyOptimizer")
         inner = self.__dict__.get("optim")
         if inner is None:
             return {}
@@ -192,6 +200,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+        self._saves.look()
         self._follow_parameters()
         with self._failing_together(closure):
             loss = self._local_step(closure, **kwargs)
@@ -350,11 +359,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
         """
+        refuse_dcp("ZeroRedundancyOptimizer")
         self._check_usable()
         if not self._all_state_dicts and self._has_state:
             raise RuntimeError(
                 f"the optimizer state has not been consolidated on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {ADVICE}"
             )
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -397,6 +407,64 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._all_state_dicts, self._broken = [], None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _checkpoint_subject(self) -> Subject:
+        return Subject(
+            everyone=self._transport,
+            rank=self.rank,
+            writes=True,
+            layout=self._owners.layout,
+            params=self._owners.params,
+            groups=self.param_groups,
+            kinds=[type(self.optim).__name__] * len(self.param_groups),
+            step=self._steps,
+            saves=self._saves,
+            settle=self._check_usable,
+            shares=self._shares,
+            others=self._others,
+            restore=self._restore,
+        )
+
+    def _others(self) -> dict[str, Any]:
+        """What the inner optimizer keeps under other names than its parameters'."""
+        found: dict[Any, Any] = dict(self.optim.state)
+        return {key: value for key, value in found.items() if isinstance(key, str)}
+
+    _proves = False
+
+    def _recipe(self, group: int) -> Recipe:
+        """How the state of a group's parameters comes about."""
+        return Recipe(self._optimizer_class, self._class_options, options(self.param_groups[group]), None)
+
+    def _shares(self) -> Iterator[Share]:
+        numbers = self._param_to_index
+        for param, entry in self.state.items():
+            if isinstance(param, Tensor) and entry:
+                like = flat_like(entry, param)
+                rest = {key: value for key, value in entry.items() if key not in like}
+                yield Share(numbers[param], Span(0, param.numel()), like, rest)
+
+    def _restore(
+        self, saved: Mapping[int, Saved], others: Mapping[str, Any], options: Sequence[Group], step: int
+    ) -> Callable[[], None]:
+        numbers = self._inner_index
+        members = [[numbers[param] for param in group["params"]] for group in self.optim.param_groups]
+        state = {
+            number: {key: saved[number].whole(key) for key in saved[number].names() if key != MASTER}
+            for owned in members
+            for number in owned
+            if number in saved
+        }
+        state = {number: entry for number, entry in state.items() if entry}
+        groups = [{**chosen, "params": owned} for chosen, owned in zip(options, members, strict=True)]
+
+        def apply() -> None:
+            commit(self.optim, {"state": {**state, **others}, "param_groups": groups}, fresh=True)
+            copy_options(self.optim.param_groups, self.param_groups)
+            self._has_state, self._steps = bool(saved), step
+            self._all_state_dicts, self._broken = [], None
+
+        return apply
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

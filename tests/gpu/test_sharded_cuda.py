@@ -378,7 +378,7 @@ def _exchange(group: ProcessGroup, late: bool) -> None:
         dist.get_rank(group),
         dist.get_world_size(group),
     )
-    for lengths, dtype in product(LENGTHS[world], (torch.float32, torch.bfloat16, torch.int64)):
+    for lengths, dtype in product(LENGTHS[world], (torch.float32, torch.bfloat16, torch.int64, torch.complex64)):
         bucket = _bucket(lengths)
         owned = bucket.owned(rank)
         memory = torch.full((padded_size(bucket),), 77, device=DEVICE, dtype=dtype)

@@ -2,8 +2,12 @@
 
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,9 +24,10 @@ pytestmark = pytest.mark.timeout(3 * DEADLINE)
 def run(name: str) -> str:
     """Run an example on two ranks; what it prints."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", HOST]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
     command = [*launcher, "--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py")]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             printed, errors = process.communicate(timeout=DEADLINE)
         except BaseException:
@@ -30,6 +35,11 @@ def run(name: str) -> str:
             raise
     assert process.returncode == 0, errors
     return printed
+
+
+def environment() -> dict[str, str]:
+    """For local ranks of one thread."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
 
 
 def numbers(text: str) -> list[float]:
@@ -74,3 +84,56 @@ def test_uneven_inputs_end_with_the_same_parameters() -> None:
     assert first[:3] == [0, 10, 15]
     assert second[:3] == [1, 15, 15]
     assert first[3] == second[3]
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@contextmanager
+def machine(port: int, folder: Path, output: Path, *more: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """One of two launchers with a rank each, which goes on alone if it must."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    meeting = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={HOST}:{port}",
+        f"--local-addr={HOST}",
+        "--monitor-interval=0.1",
+    ]
+    patience = "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1"
+    script = [str(ROOT / "examples" / "resume.py"), "--folder", str(folder), *more]
+    with output.open("wb") as file:
+        command = [*launcher, *meeting, patience, *script]
+        process = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def losses(text: str) -> dict[int, float]:
+    """The loss of each step."""
+    found = re.findall(r"^step (\d+) loss ([\d.]+)$", text, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def test_a_run_that_loses_a_machine_goes_on_with_the_rest(tmp_path: Path) -> None:
+    port, folder, outputs = free_port(), tmp_path / "checkpoints", [tmp_path / "stays.txt", tmp_path / "dies.txt"]
+    with (
+        machine(port, folder, outputs[0]) as stays,
+        machine(port, folder, outputs[1], "--die-at", "12") as dies,
+    ):
+        assert dies.wait(DEADLINE) == -signal.SIGKILL, outputs[1].read_text()
+        assert stays.wait(DEADLINE) == 0, outputs[0].read_text()
+    printed, _, resumed = outputs[0].read_text().partition("ranks 1 start after step 10\n")  # saved after 5 and 10
+    before, after = losses(printed + outputs[1].read_text()), losses(resumed)
+    assert "ranks 2 start after step 0\n" in printed + outputs[1].read_text()
+    assert (list(before), list(after)) == (list(range(1, 13)), list(range(11, 21)))
+    assert [after[step] for step in (11, 12)] == pytest.approx([before[step] for step in (11, 12)], rel=1e-4)
+    assert before[1] > before[10] > after[20]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-15", "step-20"]

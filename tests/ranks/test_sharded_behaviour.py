@@ -4,16 +4,20 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from torch.profiler import ProfilerActivity, profile
@@ -23,6 +27,7 @@ from tests.reference import Batch, assert_same_bits, assert_same_state_dict, bui
 from tests.sharding import (
     OPTIONS,
     SMALL_BUCKETS,
+    WAYS,
     Contest,
     Ordered,
     backward,
@@ -184,6 +189,63 @@ class WithBuffer(nn.Module):
         self.frozen = nn.Parameter(torch.randn(4, generator=generator), requires_grad=False)
         self.register_buffer("mean", torch.randn(6, generator=generator))
         self.register_buffer("count", torch.tensor(seed))
+
+
+class Gappy(nn.Module):
+    """Parameters and buffers whose elements do not fill their memory, or show it several times."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.gaps = nn.Parameter(draw(6, 4)[:, ::2])
+        self.turned = nn.Parameter(draw(3, 5).t())
+        self.stretched = nn.Parameter(draw(1, 3).expand(4, 3), requires_grad=False)
+        self.register_buffer("every_other", draw(10)[::2])
+        self.register_buffer("rows", draw(4, 1).expand(4, 6))
+        self.register_buffer("gaps_and_rows", draw(6)[::2].expand(2, 3))
+        self.register_buffer("number", draw().expand(2, 2))
+        self.register_buffer("nothing", draw(0, 3).expand(0, 3)[::2])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = inputs[:, :5] @ self.turned * self.stretched.sum() + self.gaps.sum()
+        return result
+
+
+def _start_apart_with_gaps(group: ProcessGroup) -> None:
+    model, expected = Gappy(dist.get_rank(group)), Gappy(0)
+    strides = {name: buffer.stride() for name, buffer in model.named_buffers()}
+    optimizer = sharded(group, model)
+    assert_same_bits(model.state_dict(), expected.state_dict())
+    assert {name: buffer.stride() for name, buffer in model.named_buffers()} == strides
+    plain, data = AdamW(expected.parameters(), **OPTIONS), series(group, 3, "matrices")
+    for batch in data:
+        for each in (model, expected):
+            each.zero_grad()
+            backward(each, batch)
+        sum_in_rank_order(group, expected.parameters())
+        optimizer.step()
+        plain.step()
+    assert_same_bits(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_memory_with_gaps_and_memory_that_shows_twice_start_from_the_first_rank(pool: Pool, world: int) -> None:
+    pool.run(_start_apart_with_gaps, world)
+
+
+def _added_with_gaps(group: ProcessGroup) -> None:
+    model, late, expected = build(), Gappy(dist.get_rank(group)), Gappy(0)
+    optimizer = sharded(group, model)
+    optimizer.add_param_group({"params": list(late.named_parameters())})
+    assert_same_bits(late.named_parameters(), expected.named_parameters())
+
+
+def test_added_parameters_with_gaps_start_from_the_first_rank(pool: Pool) -> None:
+    pool.run(_added_with_gaps, 2)
 
 
 def _start_apart(group: ProcessGroup) -> None:
@@ -361,6 +423,69 @@ def _after_another(group: ProcessGroup) -> None:
 
 def test_one_optimizer_may_follow_another(pool: Pool) -> None:
     pool.run(_after_another, 2)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """What goes inside goes because nobody holds it, not because somebody looked for cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _hooks(model: nn.Module) -> int:
+    found = [(param._post_accumulate_grad_hooks, param._backward_hooks) for param in model.parameters()]
+    return sum(len(hooks or ()) for both in found for hooks in both)
+
+
+def _succeeding(group: ProcessGroup, way: str) -> None:
+    """The successor of an optimizer that was dropped in the middle of a step begins as if nobody had been there."""
+    contest, data = Contest(ways=(way,), ours={"gather": "forward"}), series(group, 6)
+    with _no_collector():
+        model, optimizer = contest.sharded(group, way)
+        train(model, optimizer, data[:2])
+        backward(model, data[2])
+        assert _hooks(model) > 0 or way == "wrapped all"
+        optimizer.synchronize()
+        bare: Any = model.module if isinstance(model, DDP) else model
+        engine = weakref.ref(optimizer._running)
+        del optimizer, model
+        assert engine() is None
+        assert _hooks(bare) == 0
+    twin = build()
+    twin.load_state_dict(bare.state_dict())
+    bare.zero_grad()
+    model = in_ddp(group, bare) if way.startswith("wrapped") else bare
+    second = sharded(group, model, reduction=way.split()[1])
+    ddp, plain = in_ddp(group, twin), AdamW(twin.named_parameters(), **OPTIONS)
+    train(model, second, data[3:])
+    train(ddp, plain, data[3:])
+    assert_same_bits(values(bare), values(twin))
+    assert_same_state_dict(whole_state(second), plain.state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_that_is_dropped_leaves_no_hooks_to_its_successor(pool: Pool, way: str) -> None:
+    pool.run(_succeeding, 2, way)
+
+
+def _gradients_of_another(group: ProcessGroup) -> None:
+    model, data = build(), series(group, 2)
+    first = sharded(group, model)
+    backward(model, data[0])
+    del first
+    second = sharded(group, model)
+    with pytest.raises(RuntimeError, match="another ShardedOptimizer holds the gradient"):
+        backward(model, data[1])
+    with pytest.raises(RuntimeError, match="a backward pass failed"):
+        second.step()
+
+
+def test_gradients_of_an_optimizer_that_is_gone_are_not_added_to(pool: Pool) -> None:
+    pool.run(_gradients_of_another, 2)
 
 
 # Meshes and groups.
@@ -651,6 +776,24 @@ def test_a_state_that_does_not_fit_changes_nothing(pool: Pool) -> None:
     pool.run(_bad_state, 2)
 
 
+def _not_shared(group: ProcessGroup) -> None:
+    model = build()
+    optimizer = sharded(group, model)
+    train(model, optimizer, series(group, 2))
+    given = whole_state(optimizer)
+    before = copy.deepcopy(given)
+    optimizer.load_state_dict(given)
+    for entry in optimizer.state.values():
+        entry["exp_avg"].fill_(77.0)
+        entry["step"].fill_(9.0)
+    assert_same_state_dict(given, before)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_loading_neither_changes_nor_shares_the_argument(pool: Pool, world: int) -> None:
+    pool.run(_not_shared, world)
+
+
 def _live_state(group: ProcessGroup) -> tuple[int, int]:
     model = build()
     optimizer = sharded(group, model)
@@ -713,3 +856,32 @@ def test_sums_are_the_same_from_run_to_run(pool: Pool, world: int) -> None:
     first, second = pool.run(_twice, world), pool.run(_twice, world)
     for found in (*first, *second):
         assert_same_bits(found, first[0])
+
+
+def _leaving_first(group: ProcessGroup, key: str) -> None:
+    """Rank 0 sends what it has updated only when rank 1 has let go of its optimizer, or is seen to wait with that."""
+    store = distributed_c10d._get_default_store()
+    model = build()
+    optimizer = sharded(group, model, gather="forward", bucket_mb=0.0003)
+    train(model, optimizer, series(group, 1))
+    launch = optimizer._running.launch
+    if dist.get_rank(group) == 0:
+
+        def late(buckets: Iterable[int]) -> None:
+            for number, bucket in enumerate(buckets):
+                with suppress(dist.DistStoreError):  # a closed socket tells it some time after the first message
+                    store.wait([key if number == 0 else "nobody sets this"], timedelta(seconds=0.1 if number else 0.5))
+                launch([bucket])
+
+        optimizer._running.launch = late  # type: ignore[method-assign]
+    train(model, optimizer, series(group, 1))
+    if dist.get_rank(group) == 1:
+        del optimizer, launch
+        gc.collect()
+        store.set(key, "gone")
+    else:
+        optimizer.synchronize()
+
+
+def test_a_rank_that_is_done_first_does_not_spoil_the_last_step_of_others(pool: Pool) -> None:
+    pool.run(_leaving_first, 2, uuid4().hex)

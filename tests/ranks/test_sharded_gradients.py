@@ -226,6 +226,34 @@ def test_a_gradient_that_was_dropped_between_two_passes_begins_anew(pool: Pool, 
     pool.run(_some_dropped, world)
 
 
+def _dropped_after_backward(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    """A parameter whose gradient is dropped sits out the step, and what it had does not come back."""
+    for number, batch in enumerate(data):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+        backward(model, batch)
+        list(model.parameters())[number % 2].grad = None
+        optimizer.step()
+
+
+def _dropped_in_an_open_round(group: ProcessGroup) -> None:
+    halves = Contest(
+        build=Half,
+        kind=SGD,
+        options=MOMENTUM,
+        ddp={"find_unused_parameters": True},
+        batches="matrices",
+        close=1e-6,
+    )
+    halves.run(group, _dropped_after_backward, steps=8)
+    Contest(kind=SGD, options=MOMENTUM, close=1e-6).run(group, _dropped_after_backward, steps=8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_gradient_that_is_dropped_before_the_step_does_not_count(pool: Pool, world: int) -> None:
+    pool.run(_dropped_in_an_open_round, world)
+
+
 def _no_sync_left_open(group: ProcessGroup, way: str) -> None:
     """Local sums that no pass has sent go out with the step."""
     data = series(group, 2)
@@ -461,6 +489,138 @@ def test_loss_scaling_equals_plain(pool: Pool, with_inf: bool, unscale: bool, wo
     assert all(found == results[0] for found in results)
     lowered = any(after < before for before, after in zip(results[0][:7], results[0][1:7], strict=False))
     assert lowered == (with_inf and world > 1)
+
+
+# Ranks that have used different parameters.
+
+
+class Either(nn.Module):
+    """A shared layer, and one for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.shared = nn.Linear(9, 5)
+            self.own = nn.ModuleList([nn.Linear(5, 3) for _ in range(3)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.own[dist.get_rank()](torch.tanh(self.shared(inputs)))
+        return result
+
+
+class Fewer(Either):
+    """Like it, but the first rank uses all layers, and knows at once that all count."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.shared(inputs))
+        used = range(3) if dist.get_rank() == 0 else range(2)
+        return torch.stack([self.own[number](hidden) for number in used]).sum(0)
+
+
+def _apart(model: type[nn.Module]) -> Contest:
+    return Contest(
+        build=model,
+        kind=SGD,
+        options=MOMENTUM,
+        ways=SCATTERED,
+        ddp={"find_unused_parameters": True},
+        batches="matrices",
+        close=2e-6,
+    )
+
+
+REFUSED: dict[str, Callable[[nn.Module], object]] = {
+    "by torch": lambda model: clip_grad_norm_(model.parameters(), 0.1),
+    "by torch, one by one": lambda model: clip_grad_norm_(model.parameters(), 0.1, foreach=False),
+    "by value": lambda model: clip_grad_value_(model.parameters(), 0.01),
+    "by value, one by one": lambda model: clip_grad_value_(model.parameters(), 0.01, foreach=False),
+}
+
+
+def _clipped_after_a_refusal(clip: Callable[[nn.Module], object]) -> Callable[..., None]:
+    def loop(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+        for batch in data:
+            optimizer.zero_grad()
+            backward(model, batch)
+            if isinstance(optimizer, ShardedOptimizer):
+                with pytest.raises(RuntimeError, match=r"ranks have used different parameters.*own clip_grad_norm_"):
+                    clip(model)
+                optimizer.clip_grad_norm_(0.1)
+            else:
+                clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    return loop
+
+
+def _refusing(group: ProcessGroup, kind: type[nn.Module], name: str) -> None:
+    _apart(kind).run(group, _clipped_after_a_refusal(REFUSED[name]))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", [Either, Fewer])
+@pytest.mark.parametrize("name", REFUSED)
+def test_clipping_by_torch_is_refused_by_all_ranks_if_one_lacks_a_gradient(
+    pool: Pool, name: str, kind: type[nn.Module], world: int
+) -> None:
+    pool.run(_refusing, world, kind, name, deadline=20.0)
+
+
+def _scaled_apart(group: ProcessGroup, kind: type[nn.Module], unscale: bool) -> None:
+    _apart(kind).run(group, _scaled(unscale, False, []), steps=5)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("unscale", [False, True], ids=["in the step", "before the step"])
+@pytest.mark.parametrize("kind", [Either, Fewer])
+def test_loss_scales_are_taken_from_gradients_that_only_others_have(
+    pool: Pool, kind: type[nn.Module], unscale: bool, world: int
+) -> None:
+    pool.run(_scaled_apart, world, kind, unscale, deadline=20.0)
+
+
+def _backward_after(change: Callable[[nn.Module, Any], object]) -> Callable[..., None]:
+    def loop(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+        for first, second in zip(data[::2], data[1::2], strict=True):
+            optimizer.zero_grad()
+            backward(model, first)
+            change(model, optimizer)
+            backward(model, second)
+            optimizer.step()
+
+    return loop
+
+
+def _added_to_clipped_ones(group: ProcessGroup, name: str) -> None:
+    Contest(kind=SGD, options=MOMENTUM, close=1e-6).run(group, _backward_after(CLIPS[name]), steps=6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", ["by the optimizer", "by torch", "by value"])
+def test_a_pass_after_clipping_adds_to_what_was_clipped(pool: Pool, name: str, world: int) -> None:
+    pool.run(_added_to_clipped_ones, world, name)
+
+
+def _scaled_in_two_passes(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        for batch in (first, second):
+            scaler.scale(mse_loss(model(batch[0]), batch[1])).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _scaling_two_passes(group: ProcessGroup) -> None:
+    Contest(kind=SGD, options=MOMENTUM, close=2e-6).run(group, _scaled_in_two_passes, steps=6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_loss_scale_is_taken_from_all_passes(pool: Pool, world: int) -> None:
+    pool.run(_scaling_two_passes, world)
 
 
 # Looking at gradients.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import linear, mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon, Optimizer
@@ -379,6 +380,54 @@ def test_adding_a_group_while_parameters_travel(pool: Pool, own_class: bool) -> 
     pool.run(_adding_a_group, 2, "scatter", "forward", own_class)
 
 
+class Wide(nn.Module):
+    """Two layers in a row, one that is never used, and one beside them; from nine numbers to three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(9, 7), nn.Linear(7, 3)
+        self.beside, self.spare = nn.Linear(9, 3), nn.Linear(9, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(torch.tanh(self.first(inputs))) + self.beside(inputs)
+        return result
+
+
+def _adding_after_backward(group: ProcessGroup, late: str, way: str) -> list[int]:
+    """A group comes between a backward pass and its step; the pass is not over, because `spare` has no gradient."""
+
+    def named(model: nn.Module, wanted: bool) -> list[tuple[str, nn.Parameter]]:
+        return [each for each in model.named_parameters() if each[0].startswith(late) == wanted]
+
+    model, twin = _seeded(Wide), _seeded(Wide)
+    reduction = way.split()[1]
+    optimizer = sharded(group, model, params=named(model, False), reduction=reduction)
+    plain, sent = AdamW(named(twin, False), **OPTIONS), [0]
+    for number, batch in enumerate(series(group, 5, "matrices")):
+        for each in (model, twin):
+            each.zero_grad()
+            backward(each, batch)
+        sum_in_rank_order(group, twin.parameters())
+        if number == 2:
+            optimizer.add_param_group({"params": named(model, True), "lr": 0.003})
+            plain.add_param_group({"params": named(twin, True), "lr": 0.003})
+        optimizer.step()
+        plain.step()
+        sent.append(optimizer.stats().bytes_sent)
+    assert_same_bits(values(model), values(twin))
+    assert_same_state_dict(whole_state(optimizer), plain.state_dict())
+    return [after - before for before, after in pairwise(sent)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("way", ["bare scatter", "bare all"])
+@pytest.mark.parametrize("late", ["beside", "first", "spare.bias"])
+def test_adding_a_group_between_a_backward_pass_and_its_step(pool: Pool, late: str, way: str, world: int) -> None:
+    for sent in pool.run(_adding_after_backward, world, late, way):
+        # A group without gradients costs nothing: the pass before it is not made again.
+        assert sent[2] == sent[1] or late != "spare.bias"
+
+
 def _three_groups(model: nn.Module) -> list[dict[str, Any]]:
     params = list(model.parameters())
     own: list[dict[str, Any]] = [
@@ -483,6 +532,32 @@ class Lamb(Optimizer):
                     param.add_(average * trust, alpha=-group["lr"])
 
 
+class Optimistic(Optimizer):
+    """Steps ahead by the last change of the gradient, which it keeps as it was given."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    last = self.state[param].get("last", param.grad)
+                    param.add_(2 * param.grad - last, alpha=-group["lr"])
+                    self.state[param]["last"] = self._kept(param.grad)
+
+    def _kept(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+class OptimisticView(Optimistic):
+    """Keeps another tensor over the same memory."""
+
+    def _kept(self, grad: Tensor) -> Tensor:
+        return grad.detach().view(grad.shape)
+
+
 def _user_class(group: ProcessGroup, kind: type[Optimizer]) -> bool:
     Contest(kind=kind, options={"lr": 0.02}).run(group, lambda *args: train(*args), steps=10)
     optimizer = sharded(group, build(), kind)
@@ -490,11 +565,30 @@ def _user_class(group: ProcessGroup, kind: type[Optimizer]) -> bool:
     return answer
 
 
-@pytest.mark.parametrize(("kind", "split"), [(SignSGD, True), (Decaying, True), (Lamb, False)])
+@pytest.mark.parametrize(
+    ("kind", "split"), [(SignSGD, True), (Decaying, True), (Lamb, False), (Optimistic, True), (OptimisticView, True)]
+)
 def test_a_class_of_the_users_own_equals_plain_and_is_cut_if_it_may_be(
     pool: Pool, kind: type[Optimizer], split: bool
 ) -> None:
     assert pool.run(_user_class, 2, kind) == [split, split]
+
+
+def _memory_of_gradients(group: ProcessGroup) -> tuple[int, int]:
+    """How many parts of gradients there are, and how many of them still have the memory of the first step."""
+    model = build()
+    optimizer = sharded(group, model)
+    train(model, optimizer, series(group, 1))
+    parts = optimizer._running.reduction.kept.values()
+    first = [StorageWeakRef(part.untyped_storage()) for part in parts]
+    del parts
+    train(model, optimizer, series(group, 3))
+    return len(first), sum(not memory.expired() for memory in first)
+
+
+def test_memory_of_gradients_is_used_again(pool: Pool) -> None:
+    for count, again in pool.run(_memory_of_gradients, 2):
+        assert again == count - 2 > 0  # the last two arrive when backward is over
 
 
 # Low precision.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -73,3 +74,56 @@ def _wrong_on_one_rank(group: ProcessGroup, method: str) -> None:
 def test_a_wrong_exchange_is_found_and_the_parameter_is_named(pool: Pool, method: str) -> None:
     with pytest.raises(RankError, match=r"differs from the unsharded optimizer, first in parameter '\w+"):
         pool.run(_wrong_on_one_rank, 2, method, deadline=30)
+
+
+def _spoilt(grad: Tensor, value: float) -> Tensor:
+    found = grad.clone()
+    found.view(-1)[::5] = value
+    return found
+
+
+def _not_finite(group: ProcessGroup, kind: type[Optimizer], bad: tuple[float, float], reduction: str) -> bool:
+    """Some elements are not finite, on one rank or on two; nobody did anything wrong."""
+    model = build()
+    options: dict[str, Any] = {"bucket_mb": 0.0003, "verify": 4, "reduction": reduction, "lr": 0.01}
+    optimizer = ShardedOptimizer(model, kind, process_group=group, **options)
+    for number, batch in enumerate(batches(3, dist.get_rank(group), 4)):
+        rank = dist.get_rank(group)
+        spoiling = number == 1 and rank < 2
+        params = list(model.parameters())[::2] if spoiling else []
+        spoilers = [param.register_hook(lambda grad, rank=rank: _spoilt(grad, bad[rank])) for param in params]
+        train(model, optimizer, [batch])
+        for spoiler in spoilers:
+            spoiler.remove()
+    return any(not bool(param.isfinite().all()) for param in model.parameters())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize("bad", [(inf, 0.0), (nan, 0.0), (inf, -inf), (-inf, nan)], ids=str)
+def test_numbers_that_are_not_finite_pass_too(
+    pool: Pool, bad: tuple[float, float], kind: type[Optimizer], world: int
+) -> None:
+    for reduction in ("scatter", "all"):
+        assert all(pool.run(_not_finite, world, kind, bad, reduction))
+
+
+def _wrong_among_infinities(group: ProcessGroup, finite: float) -> None:
+    """One element is infinite, and in one other the exchange is wrong."""
+    model = build()
+    optimizer = ShardedOptimizer(model, SGD, process_group=group, verify=True, bucket_mb=0.0003, lr=0.01)
+
+    def spoil(memory: Tensor) -> Tensor:
+        memory[memory.isfinite().nonzero()[-1]] = finite
+        return memory
+
+    model.get_parameter("words.weight").register_hook(lambda grad: _spoilt(grad, inf))
+    with _broken("reduce", spoil if dist.get_rank(group) == 1 else lambda memory: memory):
+        train(model, optimizer, batches(3, dist.get_rank(group), 1))
+
+
+@pytest.mark.parametrize("finite", [3.0, inf, nan])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_wrong_sum_is_found_among_infinities(pool: Pool, world: int, finite: float) -> None:
+    with pytest.raises(RankError, match="differs from the unsharded optimizer"):
+        pool.run(_wrong_among_infinities, world, finite, deadline=30)

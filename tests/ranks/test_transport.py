@@ -160,6 +160,21 @@ def test_all_gather_ints(pool: Pool, world: World, companion: bool) -> None:
         assert none == [[] for _ in ranks]
 
 
+def _sums(group: dist.ProcessGroup, companion: bool) -> None:
+    transport = _transport(group, companion)
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64):
+        numbers = (torch.arange(7) * (1 + 2j if dtype.is_complex else 1)).to(dtype)
+        found = transport.start_all_reduce(numbers * (1 + transport.rank)).wait()
+        expected = numbers * sum(range(1, transport.world_size + 1))
+        assert found.dtype == dtype and torch.equal(found, expected), f"{dtype}: {found} and {expected}"
+
+
+@WORLDS
+@pytest.mark.parametrize("companion", [False, True])
+def test_sums_of_every_kind_of_number(pool: Pool, world: World, companion: bool) -> None:
+    pool.run(_sums, world, companion)
+
+
 def _broadcasts(group: dist.ProcessGroup, companion: bool) -> None:
     transport = _transport(group, companion)
     for source in range(transport.world_size):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from tests.reference import ELEMENTWISE, MATRIXWISE
-from zerostep.blueprint import Blueprint, Settings
+from zerostep.blueprint import Blueprint, Settings, in_order
 from zerostep.groups import Group, normalise
 from zerostep.inners import OptimizerClass
 from zerostep.layout import Layout, ParamSpec
@@ -77,9 +77,22 @@ def _sized(megabytes: int, device: str, trainable: bool = True) -> ParamSpec:
     return ParamSpec(f"{device}.{megabytes}", (megabytes << 18,), "float32", device, trainable=trainable)
 
 
-@pytest.mark.parametrize("megabytes", [1, 1600, 100_000])
-def test_buckets_on_the_host_are_small_whatever_the_model(megabytes: int) -> None:
-    assert _bucket_bytes([_sized(megabytes, "cpu:0")]) == 5 << 20
+@pytest.mark.parametrize(("megabytes", "bucket"), [(1, 1), (4, 1), (8, 2), (20, 5), (100_000, 5)])
+def test_buckets_on_the_host_are_small_whatever_the_model(megabytes: int, bucket: int) -> None:
+    assert _bucket_bytes([_sized(megabytes, "cpu:0")]) == bucket << 20
+
+
+def test_buckets_follow_the_model_and_not_the_groups() -> None:
+    """Groups by kind, as for weight decay: what backward makes last must not be awaited first."""
+    params = [torch.nn.Parameter(torch.zeros(16, 16) if place % 2 else torch.zeros(256)) for place in range(8)]
+    groups = [{"params": params[0::2]}, {"params": params[1::2]}]
+    order = in_order(params)
+    layout = Blueprint(optim.SGD, {}, Settings(bucket_mb=2 / 1024), order).plan(groups, 2)
+    given = params[0::2] + params[1::2]
+    places = [[order[given[slot.param]] for slot in bucket.slots] for bucket in layout.buckets]
+    assert len(places) > 3
+    assert [min(each) for each in places] == sorted((min(each) for each in places), reverse=True)
+    assert max(max(each) - min(each) for each in places) <= 1
 
 
 @pytest.mark.parametrize(

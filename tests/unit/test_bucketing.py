@@ -169,6 +169,7 @@ def _bucket(*cuts: int) -> Bucket:
         ((0, 2, 6, 7), 7),
         ((0, 0, 4), 4),
         ((0, 3, 4, 7), 7),
+        ((0, 7, 7, 7), 7),  # one whole parameter of the first rank
     ],
 )
 def test_memory_is_padded_only_where_all_parts_can_be_equally_long(cuts: tuple[int, ...], size: int) -> None:

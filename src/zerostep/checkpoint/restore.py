@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerostep.checkpoint.shares import MASTER
 from zerostep.groups import Group, options
 
 __all__ = ["commit", "local_part", "validate"]
@@ -114,8 +115,8 @@ def _check_shapes(
 
 
 def _check_complete(number: int, entries: Sequence[Mapping[str, Any]]) -> None:
-    """All parameters of a group keep the same things, or nothing at all."""
-    keys = {frozenset(entry) for entry in entries if entry}
+    """All parameters of a group keep the same things, or nothing at all; masters aside, which all may have."""
+    keys = {frozenset(entry) - {MASTER} for entry in entries} - {frozenset()}
     if len(keys) > 1:
         partial = sorted(map(str, frozenset.union(*keys) - frozenset.intersection(*keys)))
         raise ValueError(
@@ -138,8 +139,8 @@ def local_part(state_dict: StateDict, numbers: Mapping[Any, int], owned: Sequenc
     }
 
 
-def commit(inner: Optimizer, part: StateDict) -> None:
-    """Replace all state of `inner` by copies, or leave it as it was."""
+def commit(inner: Optimizer, part: StateDict, fresh: bool = False) -> None:
+    """Replace all state of `inner` by copies, or by what is `fresh` and nobody else's; or leave it as it was."""
     before = inner.state, inner.param_groups
     params = dict(
         zip(
@@ -149,7 +150,8 @@ def commit(inner: Optimizer, part: StateDict) -> None:
         )
     )
     devices = {saved_id: param.device for saved_id, param in params.items()}
-    copies = {key: _copy(entry, devices.get(key, _HOST)) for key, entry in part["state"].items()}
+    state = part["state"]
+    copies = state if fresh else {key: _copy(entry, devices.get(key, _HOST)) for key, entry in state.items()}
     # Options that the dict does not know keep their values, as an older checkpoint's would.
     groups = [{**options(old), **new} for old, new in zip(inner.param_groups, part["param_groups"], strict=True)]
     try:

@@ -1,0 +1,85 @@
+"""One rank of many in one process: a transport whose other ranks say and take nothing, at no cost."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from zerostep.exchange import _TAG_REDUCE, Exchange, HostExchange, StreamExchange
+from zerostep.transport import Flight, GroupTransport, NullTransport, Transport
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class SilentTransport(GroupTransport):
+    """Rank ``rank`` of ``world_size``. The others' gradients are zeros, their parameters what is there already."""
+
+    wire_device = torch.device("cpu")
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.messages = 0
+
+    def stream_ordered(self, device: torch.device) -> bool:
+        """As with a backend for accelerators alone."""
+        return device.type != "cpu"
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Everyone says the same."""
+        return [list(values) for _ in range(self.world_size)]
+
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """The sum is this rank's own part."""
+        self.messages += 1
+        output.copy_(parts[self.rank])
+        return Flight(_Done(), output, "")
+
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """Everything is there."""
+        self.messages += 1
+        return Flight(_Done(), memory, "")
+
+    def start_all_reduce(self, memory: Tensor) -> Flight:
+        """The sum is what this rank has."""
+        self.messages += 1
+        return Flight(_Done(), memory, "")
+
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
+        self.messages += 1
+        return Flight(_Done(), memory, "")
+
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
+        return Flight(_Done(), memory.zero_() if tag == _TAG_REDUCE else memory, "")
+
+    def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
+        self.messages += 1
+        return Flight(_Done(), memory, "")
+
+    def companion(self) -> Transport:
+        """Itself: there is no order to keep."""
+        return self
+
+
+@contextmanager
+def alone_among(world_size: int, rank: int, collectives: bool) -> Iterator[SilentTransport]:
+    """Optimizers built here believe in ``world_size`` ranks; ``collectives`` as on accelerators, else by messages."""
+    transport = SilentTransport(rank, world_size)
+
+    def exchange(ranks: Transport, device: torch.device) -> Exchange:
+        return StreamExchange(ranks) if collectives else HostExchange(ranks)
+
+    if world_size == 1:
+        with patch("zerostep.mesh.connect", lambda group, device=None: NullTransport()):
+            yield transport
+        return
+    with (
+        patch("zerostep.mesh.connect", lambda group, device=None: transport),
+        patch("zerostep.zero.connect", lambda group, device=None: transport),
+        patch("zerostep.engine.connect_exchange", exchange),
+    ):
+        yield transport

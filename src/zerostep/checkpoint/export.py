@@ -1,0 +1,154 @@
+"""`consolidate`: a checkpoint as one file for others, offline, and never more in memory than a parameter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from zerostep.checkpoint.directory import read_manifest
+from zerostep.checkpoint.errors import CheckpointError
+from zerostep.checkpoint.progress import progress
+from zerostep.checkpoint.pt_file import write_pt
+from zerostep.checkpoint.reading import Reader, verify
+from zerostep.checkpoint.shares import MASTER
+from zerostep.checkpoint.single_file import check_free, new_file
+from zerostep.checkpoint.stored import StoredTensor
+from zerostep.checkpoint.tensor_file import has_name, header_of, memory_of
+
+__all__ = ["consolidate", "opened"]
+
+Tree = dict[Any, Any]
+
+
+def consolidate(
+    path: str | os.PathLike[str], out: str | os.PathLike[str], part: str = "optimizer", *, masters: bool = False
+) -> None:
+    """Write a checkpoint that `save` wrote as one file that needs nothing of zerostep. Offline: one process, no GPU.
+
+    Arguments:
+        path: the checkpoint. It is verified first.
+        out: the file to make. It must not exist yet; it appears when it is complete.
+        part: `"optimizer"` writes the state dict that the unsharded optimizer would have; `out` ends in `.pt`, and
+            `torch.load(out, weights_only=True)` reads it. `"model"` writes the model's state dict, to a `.pt` or a
+            `.safetensors` file.
+        masters: with `part="optimizer"`, also write masters, as the state `"master"`; plain optimizers do not know it.
+    """
+    source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
+    write = _writer(part, target, masters)
+    check_free(target)
+    with opened(source) as reader, new_file(target) as file:
+        write(reader, file)
+
+
+def _writer(part: str, out: Path, masters: bool) -> Callable[[Reader, Any], None]:
+    writers: dict[tuple[str, str], Callable[[Reader, Any], None]] = {
+        ("optimizer", ".pt"): lambda reader, file: _write_pt(out, _optimizer(reader, masters), file),
+        ("model", ".pt"): lambda reader, file: _write_pt(out, _model(reader), file),
+        ("model", ".safetensors"): lambda reader, file: _write_safetensors(out, _model(reader), file),
+    }
+    suffixes = [suffix for known, suffix in writers if known == part]
+    if not suffixes:
+        raise ValueError(f"part must be 'optimizer' or 'model', got {part!r}")
+    if out.suffix not in suffixes:
+        raise CheckpointError(f"{out.name!r} must end in {' or '.join(suffixes)} for part={part!r}: choose such a name")
+    return writers[part, out.suffix]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Reader]:
+    """A checkpoint for reading, all of whose files have been compared with their checksums."""
+    manifest = read_manifest(path)
+    with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
+        verify(path, manifest, range(len(manifest.files)), advance)
+    with Reader(path, manifest) as reader:
+        yield reader
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def _optimizer(reader: Reader, masters: bool) -> Tree:
+    """The state dict, with tensors that are still on disk."""
+    state: Tree = {number: _entry(reader, number, masters) for number in reader.with_state}
+    return {"state": state | reader.others(StoredTensor.in_file), "param_groups": _groups(reader)}
+
+
+def _entry(reader: Reader, number: int, masters: bool) -> Tree:
+    """The counters first, as torch's optimizers have them."""
+    rest = {key: reader.value(number, key, StoredTensor.in_file) for key in reader.rest_keys(number)}
+    like = [key for key in reader.like_keys(number) if masters or key != MASTER]
+    entry = rest | {key: StoredTensor.like(reader, number, key) for key in like}
+    return {sys.intern(key): value for key, value in entry.items()}  # a file has each string object once
+
+
+def _groups(reader: Reader) -> list[Tree]:
+    """A parameter that is listed twice has a name at each place."""
+    names = iter(spec.name for spec in reader.manifest.layout.params)
+    found = []
+    for group in reader.manifest.groups:
+        own = list(islice(names, len(group.params)))
+        named = {"param_names": own} if reader.manifest.named else {}
+        found.append({**named, **group.options, "params": list(group.params)})
+    return found
+
+
+def _model(reader: Reader) -> Tree:
+    """The model's state dict, with tensors that are still on disk; tied ones are the same object."""
+    if reader.manifest.model is None:
+        raise CheckpointError(
+            f"{reader.path} was saved without model=, so it has no weights: take a checkpoint saved with model="
+        )
+    found: Tree = {}
+    for key, kind, *rest in reader.manifest.model:
+        if kind == "param":
+            found[key] = StoredTensor.weight(reader, *rest)
+        elif kind == "buffer":
+            found[key] = reader.buffer(rest[0], rest[1], StoredTensor.in_file)
+        else:
+            found[key] = found[rest[0]] if kind == "same" else rest[0]
+    return found
+
+
+# ---------------------------------------------------------------------- writing it
+
+
+def _write_pt(out: Path, tree: Tree, file: Any) -> None:
+    with progress(f"writing {out.name}", _size(tree)) as advance:
+        write_pt(file, tree, advance)
+
+
+def _size(tree: Any) -> int:
+    if isinstance(tree, StoredTensor):
+        return tree.nbytes
+    return sum(map(_size, tree.values())) if isinstance(tree, dict) else 0
+
+
+def _write_safetensors(out: Path, tree: Tree, file: Any) -> None:
+    """Every tensor once; the other names of a tied one are in the metadata, and point to the name that it is under."""
+    names: dict[StoredTensor, str] = {}
+    aliases: dict[str, str] = {}
+    for key, tensor in tree.items():
+        _check_storable(out, key, tensor)
+        if names.setdefault(tensor, key) != key:
+            aliases[key] = names[tensor]
+    tensors = {key: tensor for tensor, key in sorted(names.items(), key=lambda item: -item[0].dtype.itemsize)}
+    file.write(header_of(tensors, {"format": "pt", **aliases}))
+    with progress(f"writing {out.name}", _size(tensors)) as advance:
+        for tensor in tensors.values():
+            for chunk in tensor.rows():
+                file.write(memory_of(chunk))
+                advance(chunk.nbytes)
+
+
+def _check_storable(out: Path, key: str, value: Any) -> None:
+    if not isinstance(value, StoredTensor):
+        raise CheckpointError(
+            f"{key!r} is a {type(value).__name__}, and {out.name} can hold only tensors: export to .pt"
+        )
+    if not has_name(value.dtype):
+        raise CheckpointError(f"{key!r} has the dtype {value.dtype}, which {out.name} cannot hold: export to .pt")

@@ -1,0 +1,29 @@
+"""A bar for what takes long: on rank 0, on a terminal, and only if rich is installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["progress"]
+
+_LONG = 64 << 20  # bytes
+
+
+@contextmanager
+def progress(title: str, total: int, rank: int = 0) -> Iterator[Callable[[int], None]]:
+    """Yields what to call with the number of bytes done since the last call."""
+    if rank or total < _LONG or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    except ImportError:
+        yield lambda count: None
+        return
+    columns = TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)

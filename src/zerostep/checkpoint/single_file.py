@@ -1,0 +1,56 @@
+"""One file that exists completely or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from zerostep.checkpoint.directory import draft_of
+from zerostep.checkpoint.errors import CheckpointError
+from zerostep.checkpoint.tensor_file import sync_directory
+
+__all__ = ["check_free", "new_file"]
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which gets its name when it is complete and on disk; a failure leaves nothing."""
+    check_free(path)
+    draft = draft_of(path, secrets.token_hex(16))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(draft, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _name(draft, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error}; nothing is left of it: make room, or choose another place"
+        ) from error
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def check_free(path: Path) -> None:
+    """`CheckpointError` if there is something of that name."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists already: choose another name, or remove it first")
+
+
+def _name(draft: Path, path: Path) -> None:
+    """A link never takes the place of another file, as a rename does; but not every file system has links."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        check_free(path)
+        raise
+    except OSError:
+        check_free(path)
+        os.rename(draft, path)

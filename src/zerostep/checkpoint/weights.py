@@ -1,0 +1,140 @@
+"""The model's state dict in a checkpoint: each parameter written once, by those who own it, and read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zerostep.buffers import flat_alias, is_dense
+from zerostep.checkpoint.errors import CheckpointError
+from zerostep.checkpoint.reading import Reader, in_order
+from zerostep.checkpoint.shares import MASTER, shaped
+from zerostep.checkpoint.subject import Subject
+from zerostep.layout import Span
+
+__all__ = ["apply_weights", "check_weights", "describe_weights", "own_weights"]
+
+Entries = Sequence[tuple[Any, ...]]
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+    found = getattr(model, "_orig_mod", model)  # what torch.compile returns
+    found = found.module if isinstance(found, DistributedDataParallel) else found
+    return dict(getattr(found, "_orig_mod", found).state_dict(keep_vars=True))
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def describe_weights(model: nn.Module, subject: Subject) -> list[tuple[Any, ...]]:
+    """Where each entry of the model's state dict will be: parameters with their owners, or, if the optimizer does not
+    hold them, with the rank that has least to write; buffers with rank 0, for they may differ, and belong together.
+    """
+    numbers = {id(param): number for number, param in reversed(list(enumerate(subject.params)))}
+    loads, first, found = [0] * subject.layout.world_size, dict[int, str](), list[tuple[Any, ...]]()
+    for place, (key, value) in enumerate(_state_of(model).items()):
+        if not isinstance(value, Tensor):
+            found.append((key, "value", value))
+        elif first.setdefault(id(value), key) != key:
+            found.append((key, "same", first[id(value)]))
+        elif id(value) in numbers:
+            found.append((key, "param", numbers[id(value)]))
+        else:
+            rank = loads.index(min(loads)) if isinstance(value, nn.Parameter) else 0
+            loads[rank] += value.nbytes
+            found.append((key, "buffer", rank, place))
+    return found
+
+
+def own_weights(model: nn.Module, entries: Entries, subject: Subject) -> dict[str, Tensor]:
+    """What this rank writes of them, as views where possible, by their names in the file."""
+    state, parts = _state_of(model), {each.param: each.part for each in subject.layout.fragments(subject.rank)}
+    found = {}
+    for key, kind, *rest in entries:
+        if kind == "param" and rest[0] in parts:
+            part = parts[rest[0]]
+            found[f"model.{rest[0]}"] = _flat(state[key])[part.start : part.stop]
+        elif kind == "buffer" and rest[0] == subject.rank:
+            found[f"buffer.{rest[1]}"] = state[key].detach().contiguous()
+    return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return flat_alias(tensor) if is_dense(tensor) else tensor.detach().contiguous().view(-1)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def check_weights(reader: Reader, model: nn.Module) -> None:
+    """`CheckpointError` if the checkpoint has no weights, or not those of this model."""
+    if reader.manifest.model is None:
+        raise CheckpointError(f"{reader.path} was saved without model=, so it has no weights to load: load it without")
+    state, saved = _state_of(model), {entry[0]: entry for entry in reader.manifest.model}
+    for story, missing in (("lacks", state.keys() - saved.keys()), ("has", saved.keys() - state.keys())):
+        if missing:
+            raise CheckpointError(f"{reader.path} {story} {min(missing)!r}, unlike the model: build the same model")
+    for key, value in state.items():
+        if isinstance(value, Tensor) == (saved[key][1] == "value"):
+            raise CheckpointError(
+                f"{key!r} is a tensor only in the model or only in {reader.path}: build the same model"
+            )
+        if isinstance(value, Tensor) and not _is_extra(key) and _shape(reader, saved, key) != tuple(value.shape):
+            raise CheckpointError(
+                f"{key!r} has shape {_shape(reader, saved, key)} in {reader.path} and {tuple(value.shape)} in the "
+                "model: build the same model"
+            )
+
+
+def _shape(reader: Reader, saved: Mapping[str, tuple[Any, ...]], key: str) -> tuple[int, ...] | None:
+    _, kind, *rest = saved[key]
+    if kind == "same":
+        return _shape(reader, saved, rest[0])
+    if kind == "param":
+        return reader.spec(rest[0]).shape
+    return reader.buffer_shape(*rest) if kind == "buffer" else None
+
+
+def apply_weights(reader: Reader, model: nn.Module) -> None:
+    """Overwrite the model's tensors in place; they have been checked."""
+    state = _state_of(model)
+    with torch.no_grad():
+        for key, kind, *rest in reader.manifest.model or ():
+            if kind == "param":
+                _fill(reader, rest[0], state[key])
+            elif kind == "buffer" and _is_extra(key):
+                _module_of(model, key).set_extra_state(reader.buffer(*rest))
+            elif kind == "buffer":
+                state[key].copy_(reader.buffer(*rest))
+            elif kind == "same" and state[key] is not state[rest[0]]:
+                state[key].copy_(state[rest[0]])
+            elif kind == "value":
+                _module_of(model, key).set_extra_state(*rest)
+
+
+def _fill(reader: Reader, number: int, target: Tensor) -> None:
+    """Where the optimizer knew a parameter better than the model did, and the model of today can hold it, take that."""
+    whole, stored = Span(0, target.numel()), reader.weight_dtype(number)
+    if MASTER in reader.like_keys(number) and target.dtype.itemsize > stored.itemsize:
+        flat = in_order(reader, number, target, whole, partial(reader.stretch, number, MASTER))
+    else:
+        flat = in_order(reader, number, target, whole, partial(reader.weight, number))
+    target.copy_(shaped(flat, target))
+
+
+def _is_extra(key: str) -> bool:
+    """Whether a module made this up when it was asked: a tensor here is not one to write into."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def _module_of(model: nn.Module, key: str) -> nn.Module:
+    found = getattr(model, "_orig_mod", model)
+    found = found.module if isinstance(found, DistributedDataParallel) else found
+    return getattr(found, "_orig_mod", found).get_submodule(key.rpartition(".")[0])

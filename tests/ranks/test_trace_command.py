@@ -1,0 +1,118 @@
+"""`zerostep trace` as a user runs it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerostep import cli
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 120.0
+
+pytestmark = pytest.mark.timeout(2 * DEADLINE)
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, what it prints, and its errors."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "zerostep.cli", "trace", *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def script(folder: Path, body: str) -> str:
+    """A script without ranks that talk to each other: one optimizer and what `body` does with it."""
+    path = folder / "train.py"
+    path.write_text(
+        "import sys, torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]) if len(sys.argv) > 2 else 0.1)\n"
+        "def step():\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n" + body
+    )
+    return str(path)
+
+
+def test_an_example_on_two_ranks(tmp_path: Path) -> None:
+    outputs = ["--out", "step.svg", "--out", "step.png", "--chrome", "step.json"]
+    code, printed, errors = run(tmp_path, str(ROOT / "examples" / "gather_forward.py"), "--step", "4", *outputs)
+    assert (code, errors) == (0, ""), errors
+    assert "step 4: step.svg, step.png, step.json" in printed
+    rows = [list(map(float, line.split())) for line in printed.splitlines() if re.fullmatch(r" *\d[\d. ]+", line)]
+    assert [row[0] for row in rows] == [0, 1]
+    for _, step, forward, backward, update, exposed, *phases in rows:
+        assert min(forward, backward, update) > 0
+        assert forward + backward + update < step + 0.05
+        assert 0 <= exposed <= sum(phases) + 0.05
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "step.svg").read_text()
+    buckets = set(re.findall(r"<!-- (bucket \d+) -->", picture))
+    assert len(buckets) > 3
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        mine = [event for event in events if event["pid"] == rank * 1000]
+        flights = {event["name"] for event in mine if event["ph"] == "b"}
+        assert flights == {f"{phase} {bucket}" for phase in ("reduce", "gather") for bucket in buckets}
+        assert {f"zerostep/reduce {bucket} wait" for bucket in buckets} <= {event["name"] for event in mine}
+
+
+def test_a_script_that_ends_too_soon_and_its_arguments(tmp_path: Path) -> None:
+    path = script(tmp_path, "assert sys.argv[1:] == ['--lr', '0.5'], sys.argv\nstep(); step(); step()\n")
+    code, _, errors = run(tmp_path, path, "--lr", "0.5", "--ranks", "1", "--step", "9")
+    assert code == 2
+    assert errors == "zerostep: train.py ended after 3 optimizer steps: choose --step 3 or less\n"
+    assert run(tmp_path, path, "--lr", "0.5", "--ranks", "1", "--step", "3")[0] == 0
+    assert (tmp_path / "trace.svg").exists()
+
+
+def test_a_rank_that_fails(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\nif os.environ['RANK'] == '1': raise ValueError('no data')\nsys.stdin.read()\n")
+    code, _, errors = run(tmp_path, path, "--ranks", "2")
+    assert code == 2
+    assert errors == ("zerostep: rank 1 of train.py failed: ValueError: no data; run it under torchrun to see where\n")
+
+
+def test_a_script_that_never_gets_there(tmp_path: Path) -> None:
+    path = script(tmp_path, "step()\nimport threading\nthreading.Event().wait()\n")
+    code, _, errors = run(tmp_path, path, "--ranks", "1", "--timeout", "3")
+    assert code == 2
+    assert "step 5 was not reached in 3 seconds" in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name either a script or, with --read, the traces of all ranks"),
+        (["train.py", "--read", "a.json"], "name either a script or, with --read, the traces of all ranks"),
+        (["nowhere.py"], "nowhere.py is not a file: name the training script"),
+        (["train.py", "--out", "step.gif"], "step.gif is no picture"),
+        (["train.py", "--ranks", "0"], "--ranks must be at least 1, not 0"),
+        (["train.py", "--step", "1"], "--step must be at least 2, not 1"),
+        (["train.py", "--timeout", "0"], "--timeout must be more than 0 seconds, not 0"),
+        (["train.py", "--ranks", "two"], "Invalid value for '--ranks'"),
+        (["--read", "nowhere.json"], "nowhere.json cannot be read"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script(tmp_path, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zerostep", "trace", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zerostep: ")
+    assert message in line
