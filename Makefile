@@ -50,7 +50,7 @@ SHARDED := $(BIN)/python -m benchmarks.sharded --network auto
 MAIN := ddp-tuned,torch-view,forward,step
 
 bench-quick: $(VENV)/installed
-	$(SHARDED) --case gpt,tiny --peers torch-view,forward,step --rounds 3
+	$(SHARDED) --case gpt,tiny --peers torch-view,forward --rounds 3
 
 bench: $(VENV)/peers
 	$(SHARDED) --case gpt,tiny,frozen --rounds 2

@@ -31,8 +31,8 @@ from zerostep.planner.forecast import Network
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "message")
 SECONDS = 240
 PAUSE_BYTES = 1 << 20  # from here on, few repetitions are enough
-START, TINY = (1e-4, 1e-9), 1e-15  # seconds for a message and for a byte, to begin with
-STEP, ROUNDS = 1e-4, 8
+START, LEAST = (1e-4, 1e-9), (1e-6, 1e-13)  # seconds for a message and for a byte: to begin with, and to differ from
+STEP, ROUNDS = 1e-3, 8
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def settled(costs: Mapping[str, Cost], points: Sequence[Point]) -> tuple[float, 
     """The constants, looked for again until the models choose the same algorithms with them."""
     alpha, beta = START
     for _ in range(ROUNDS):
-        near = Network(1 / max(beta, TINY), max(alpha, TINY))
+        near = Network(1 / max(beta, LEAST[1]), max(alpha, LEAST[0]))
         rows = [(*features(costs[point.operation], point, near), point.seconds) for point in points]
         alpha, beta = constants(rows)
     return alpha, beta
@@ -178,10 +178,12 @@ def _fitted(
 
 
 def fits(points: Sequence[Point]) -> list[Fit]:
-    """A fit for each operation, and one for all collectives together, as the forecast uses them."""
+    """A fit for each operation, and for all collectives at once, as the forecast has them; also for large ones."""
     each = [fit([point for point in points if point.operation == name], MODELS) for name in OPERATIONS]
     together = [point for point in points if point.operation in FORECAST]
-    return [*each, fit(together, FORECAST, "all collectives")]
+    large = [point for point in together if point.size >= PAUSE_BYTES]
+    found = [*each, fit(together, FORECAST, "all collectives")]
+    return [*found, fit(large, FORECAST, "all collectives, from 1 MB on")] if large else found
 
 
 # ---------------------------------------------------------------------- measuring

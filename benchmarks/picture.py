@@ -47,7 +47,7 @@ def draw(results: Sequence[Mapping[str, Any]], target: Path) -> None:
     from matplotlib.figure import Figure
 
     heights = [1.1 + 0.27 * len(lines(result["seconds"])) for result in results]
-    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False, height_ratios=heights)[:, 0]
     for panel, result in zip(panels, results, strict=True):
         _panel(panel, result)
@@ -94,7 +94,7 @@ def _legend(panel: Any, bars: Sequence[Line], bound: float) -> None:
     roles = {bar.entry.role for bar in bars}
     handles: list[Any] = [Patch(color=COLORS[role], label=label) for role, label in LABELS.items() if role in roles]
     handles.append(Line2D([], [], color=BOUND_COLOR, linestyle="--", label=f"bound: perfect overlap, {bound:.2f}"))
-    panel.legend(handles=handles, fontsize=7, loc="upper right", frameon=False)
+    panel.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def main() -> None:

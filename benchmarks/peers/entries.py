@@ -87,7 +87,7 @@ SIZES = tuple(
     Entry(f"forward-{size}mb", f"zerostep, gather=forward, {size} MB", "ours", Sharded("forward", bucket_mb=size).build)
     for size in (1, 2, 10, 25)
 )
-ALWAYS = (COMPUTE, WIRE, BOUND, PLAIN)  # every ratio and every difference refers to them
+ALWAYS = (WIRE, BOUND, PLAIN)  # every ratio and every difference refers to them
 
 
 def entries_of(keys: Sequence[str]) -> list[Entry]:

@@ -1,11 +1,12 @@
 """Optimizer-state sharding for PyTorch data-parallel training: same numbers as DDP, 1/N of the memory."""
 
-from zerostep.checkpoint.consolidate import merge_shards
+from zerostep.checkpoint.convert import reshard
 from zerostep.checkpoint.errors import CheckpointError
 from zerostep.checkpoint.export import consolidate
 from zerostep.checkpoint.loading import Checkpoint, latest, load
 from zerostep.checkpoint.pending import PendingSave
 from zerostep.checkpoint.saving import save
+from zerostep.checkpoint.state_dicts import merge_shards
 from zerostep.integrations.dcp import dcp_state
 from zerostep.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.sharded import ShardedOptimizer
@@ -26,5 +27,6 @@ __all__ = [
     "latest",
     "load",
     "merge_shards",
+    "reshard",
     "save",
 ]

@@ -26,12 +26,12 @@ from zerostep.agreement import Record, agreed, records_of
 from zerostep.blueprint import Blueprint, Settings, in_order
 from zerostep.bucketing import extend
 from zerostep.buffers import is_dense
-from zerostep.checkpoint.consolidate import StateDict, pack_groups
 from zerostep.checkpoint.fragments import assemble, ready_to_travel
 from zerostep.checkpoint.leaf_states import LeafStates
 from zerostep.checkpoint.pending import Saves
 from zerostep.checkpoint.restore import validate
 from zerostep.checkpoint.shares import Saved, WholeState
+from zerostep.checkpoint.state_dicts import StateDict, pack_groups
 from zerostep.checkpoint.subject import Subject
 from zerostep.engine import Engine
 from zerostep.gathering import ForwardHooks
@@ -491,7 +491,14 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._inners.pull(self.param_groups)
         self._has_state, self._consolidated, self._broken = bool(saved), [], None
 
+    def _spoil(self, story: str) -> None:
+        self._broken = story
+
     def _checkpoint_subject(self) -> Subject:
+        if self._join_config.enable:
+            raise RuntimeError(
+                "inside Join some ranks may have no inputs left, and would not come: save or load outside"
+            )
         return Subject(
             everyone=self._ranks.everyone,
             rank=self.rank,
@@ -506,6 +513,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             shares=self._states.shares,
             others=dict,
             restore=self._restore,
+            spoil=self._spoil,
         )
 
     def _recipe(self, group: int) -> Recipe:

@@ -107,12 +107,25 @@ class Flight:
 
 def _start(call: Callable[[], Any], memory: Tensor, story: str, others: set[Flight] | None = None) -> Flight:
     """Start a transfer. A peer that is gone already is noticed here, one that goes later in `Flight.wait`."""
-    with _telling(story):
+    with _telling(story), _unrecorded(memory):
         if others is None:
             return Flight(call(), memory, story)
         found = Flight(call(), memory, story, others)
         others.add(found)
         return found
+
+
+@contextmanager
+def _unrecorded(memory: Tensor) -> Iterator[None]:
+    """Hide a host's transfer from profilers: one that ends after its profiler has stopped writes into freed memory."""
+    if memory.device.type != "cpu" or not torch._C._autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 class Transport(Protocol):

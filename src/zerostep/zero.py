@@ -23,10 +23,11 @@ from torch.profiler import record_function
 
 from zerostep.agreement import agreed, records_of
 from zerostep.buffers import make_parcels
-from zerostep.checkpoint.consolidate import StateDict, collect, local_shard, merge
+from zerostep.checkpoint.errors import CheckpointError
 from zerostep.checkpoint.pending import Saves
 from zerostep.checkpoint.restore import commit, local_part, validate
 from zerostep.checkpoint.shares import MASTER, Saved, Share, flat_like
+from zerostep.checkpoint.state_dicts import StateDict, collect, local_shard, merge
 from zerostep.checkpoint.subject import Subject
 from zerostep.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.inside import InsideBackward
@@ -408,7 +409,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _spoil(self, story: str) -> None:
+        self._broken = story
+
     def _checkpoint_subject(self) -> Subject:
+        if self._join_config.enable:
+            raise RuntimeError(
+                "inside Join some ranks may have no inputs left, and would not come: save or load outside"
+            )
         return Subject(
             everyone=self._transport,
             rank=self.rank,
@@ -423,6 +431,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             shares=self._shares,
             others=self._others,
             restore=self._restore,
+            spoil=self._spoil,
         )
 
     def _others(self) -> dict[str, Any]:
@@ -440,6 +449,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         numbers = self._param_to_index
         for param, entry in self.state.items():
             if isinstance(param, Tensor) and entry:
+                if MASTER in entry:
+                    raise CheckpointError(f"the optimizer keeps a state of its own under the reserved name {MASTER!r}")
                 like = flat_like(entry, param)
                 rest = {key: value for key, value in entry.items() if key not in like}
                 yield Share(numbers[param], Span(0, param.numel()), like, rest)

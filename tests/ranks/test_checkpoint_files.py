@@ -818,15 +818,19 @@ def _series(group: ProcessGroup, root: str) -> list[list[str]]:
 
 def test_keep_removes_the_oldest_complete_ones_and_stale_drafts(pool: Pool, tmp_path: Path) -> None:
     others = ["notes.txt", "other", "step-1"]
+    hidden = [".hidden", ".backup.old-2024", f".precious.old-{1:032x}"]
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "other").mkdir()
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "manifest.json").write_text("{}")  # damaged: not counted, and not removed either
-    (tmp_path / ".step-8.draft-00").mkdir()
-    (tmp_path / ".step-7.old-00").mkdir()
-    (tmp_path / ".hidden").mkdir()
+    (tmp_path / f".step-8.draft-{2:032x}").mkdir()
+    (tmp_path / f".step-8.draft-{2:032x}" / "rank-0.safetensors").write_bytes(b"half a file")
+    (tmp_path / f".step-7.old-{3:032x}").mkdir()
+    for name in hidden:
+        (tmp_path / name).mkdir()
+    (tmp_path / hidden[-1] / "thesis.txt").write_text("not a file of ours")
     for found in pool.run(_series, 2, str(tmp_path)):
-        names = [[name for name in names if name not in (*others, ".hidden")] for names in found]
+        names = [[name for name in names if name not in (*others, *hidden)] for names in found]
         assert names == [
             ["step-9"],
             ["step-10", "step-9"],
@@ -834,7 +838,7 @@ def test_keep_removes_the_oldest_complete_ones_and_stale_drafts(pool: Pool, tmp_
             ["step-11", "step-12"],
             ["step-11", "step-12", "step-13"],
         ]
-        assert all({*others, ".hidden"} <= set(each) for each in found)
+        assert all({*others, *hidden} <= set(each) for each in found)
 
 
 def _latest(group: ProcessGroup, root: str) -> Path | None:
@@ -967,7 +971,9 @@ WRONG = {
         CheckpointError,
         r"'\.new' begins with a dot, as unfinished checkpoints do: choose another name",
     ),
-    "extra is no JSON": Wrong(_saving(name="new", extra={"x": object()}), TypeError, r"not JSON serializable"),
+    "extra is no plain value": Wrong(
+        _saving(name="new", extra={"x": object()}), TypeError, r"extra\['x'\] is a builtins.object, which cannot travel"
+    ),
     "an optimizer that is not ours": Wrong(
         lambda group, path: zerostep.save(path.parent / "new", AdamW(build().parameters())),
         TypeError,
@@ -1094,7 +1100,7 @@ def test_ranks_that_save_under_different_names_say_so(pool: Pool, tmp_path: Path
 def test_a_manifest_is_json_that_anybody_can_read(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_extra, 2, str(tmp_path / "it"), {"epoch": 3})
     body = json.loads((tmp_path / "it" / "manifest.json").read_text())["manifest"]
-    assert (body["format"], body["version"], body["extra"]) == ("zerostep", 1, [{"epoch": 3}])
+    assert (body["format"], body["version"], body["extra"]) == ("zerostep", 1, [["dict", ["epoch", 3]]])
     assert [file["bytes"] for file in body["files"]] == [
         (tmp_path / "it" / file["name"]).stat().st_size for file in body["files"]
     ]

@@ -192,7 +192,7 @@ def run_block(block: Block) -> None:
     wanted = free_names(source)
     unknown = wanted - set(GIVEN)
     assert not unknown, f"{block.place} uses {sorted(unknown)}, which it neither defines nor is given"
-    if "step-1200" in source:
+    if '"step-1200"' in source:
         zerostep.save("step-1200", given("optimizer"), given("model"))
     if any(function in source for function in OFFLINE) and dist.get_rank():
         return

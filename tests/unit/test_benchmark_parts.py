@@ -75,6 +75,14 @@ def test_a_joint_fit_uses_every_collective() -> None:
     assert not math.isnan(found.median_error)
 
 
+def test_a_network_without_latency_still_has_a_bandwidth() -> None:
+    sizes = [1 << power for power in (20, 22, 24, 26)]
+    slow = [Point("all-reduce", ranks, size, size / 60e6 - 1e-3) for ranks in (2, 3, 4) for size in sizes]
+    found = fit(slow, FORECAST, "large")
+    assert found.alpha == 0
+    assert 50e6 < found.network.bandwidth < 150e6
+
+
 # ---------------------------------------------------------------------- counts
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -16,7 +18,11 @@ from zerostep.checkpoint.tensor_file import sync_directory, write_bytes
 
 __all__ = ["claimed", "complete_in", "draft_of", "newest", "prune", "publish", "read_manifest"]
 
+logger = logging.getLogger("zerostep")
+
 _DRAFT, _DOOMED = ".draft-", ".old-"
+_LEFT = re.compile(r"\..+\.(draft|old)-[0-9a-f]{32}")
+_FILE = re.compile(r"rank-[0-9]+\.safetensors")
 
 
 def draft_of(path: Path, token: str) -> Path:
@@ -140,10 +146,26 @@ def prune(path: Path, keep: int) -> None:
     One that is to go loses its name first: whenever this is interrupted, what has a name is complete.
     """
     for old, manifest in complete_in(path.parent)[:-keep]:
-        doomed = old.parent / f".{old.name}{_DOOMED}{manifest.id}"
-        os.rename(old, doomed)
-        sync_directory(old.parent)
-    for name in os.listdir(path.parent):
-        each = path.parent / name
-        if name.startswith(".") and (_DOOMED in name or (_DRAFT in name and _is_abandoned(each))):
-            shutil.rmtree(each, ignore_errors=True)
+        with _only_telling(old):
+            os.rename(old, old.parent / f".{old.name}{_DOOMED}{manifest.id}")
+            sync_directory(old.parent)
+    for left in path.parent.iterdir():
+        with _only_telling(left):
+            if _is_ours(left) and (_DOOMED in left.name or _is_abandoned(left)):
+                shutil.rmtree(left)
+
+
+@contextmanager
+def _only_telling(path: Path) -> Iterator[None]:
+    """The new checkpoint is there: what cannot be removed is no reason to call it a failure."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether something hidden was a checkpoint, or was to become one, and nothing else."""
+    if not _LEFT.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    return all(name == NAME or _FILE.fullmatch(name) for name in os.listdir(path))

@@ -65,8 +65,7 @@ def opened(path: Path) -> Iterator[Reader]:
     manifest = read_manifest(path)
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
         verify(path, manifest, range(len(manifest.files)), advance)
-    with Reader(path, manifest) as reader:
-        yield reader
+    yield Reader(path, manifest)
 
 
 # ---------------------------------------------------------------------- what is written

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from zerostep.checkpoint.errors import CheckpointError
 from zerostep.checkpoint.manifest import Manifest
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reading import Reader, StoredState, verify
+from zerostep.checkpoint.state_dicts import pack_groups
 from zerostep.checkpoint.subject import Subject, subject_of
 from zerostep.checkpoint.weights import apply_weights, check_weights
 from zerostep.layout import ParamSpec
 from zerostep.transport import NullTransport, connect
 
-__all__ = ["Checkpoint", "latest", "load"]
+__all__ = ["Checkpoint", "bare_names", "latest", "load"]
 
 _REMEDY = "let all ranks load the same checkpoint, from a file system that all of them share"
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -58,8 +61,7 @@ def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None =
             verify(source, manifest, files, advance)
     with agreed(everyone):
         reader = Reader(source, manifest)
-    with reader:
-        _apply(reader, subject, model)
+    _apply(reader, subject, model)
     return _about(source, manifest, everyone.rank, everyone.world_size)
 
 
@@ -75,10 +77,15 @@ def _apply(reader: Reader, subject: Subject, model: nn.Module | None) -> None:
         saved = {number: state for number, state in found.items() if state.names()}
         chosen = [dict(group.options) for group in reader.manifest.groups]
         commit = subject.restore(saved, reader.others(), chosen, reader.manifest.step)
-    with agreed(subject.everyone):
-        if model is not None:
-            apply_weights(reader, model)
-        commit()
+    try:
+        with agreed(subject.everyone):
+            if model is not None:
+                apply_weights(reader, model)
+            commit()
+    except BaseException as error:
+        # Here or on another rank: nobody can say what has been applied.
+        subject.spoil(f"loading {reader.path} failed half-way: {error}")
+        raise
 
 
 def _about(path: Path, manifest: Manifest, rank: int, world_size: int) -> Checkpoint:
@@ -95,7 +102,7 @@ def _match(manifest: Manifest, subject: Subject) -> dict[int, int]:
     ours, theirs = subject.layout.params, manifest.layout.params
     _check_groups(manifest, subject)
     if manifest.named and subject.named:
-        found = _by_name(ours, theirs)
+        found = _by_name(manifest, subject)
     elif len(ours) == len(theirs):
         found = {number: number for number in range(len(ours))}
     else:
@@ -122,9 +129,10 @@ def _check_groups(manifest: Manifest, subject: Subject) -> None:
             )
 
 
-def _by_name(ours: tuple[ParamSpec, ...], theirs: tuple[ParamSpec, ...]) -> dict[int, int]:
-    known = {_bare(spec.name): number for number, spec in enumerate(theirs)}
-    wanted = {_bare(spec.name): number for number, spec in enumerate(ours)}
+def _by_name(manifest: Manifest, subject: Subject) -> dict[int, int]:
+    ours, theirs = subject.layout.params, manifest.layout.params
+    known = {name: number for number, name in bare_names(theirs, _listed(manifest)).items()}
+    wanted = {name: number for number, name in bare_names(ours, _held(subject)).items()}
     for story, missing in (("lacks", wanted.keys() - known.keys()), ("has", known.keys() - wanted.keys())):
         if missing:
             raise CheckpointError(
@@ -133,12 +141,26 @@ def _by_name(ours: tuple[ParamSpec, ...], theirs: tuple[ParamSpec, ...]) -> dict
     return {number: known[name] for name, number in wanted.items()}
 
 
-def _bare(name: str) -> str:
-    """A name without the prefixes of wrappers."""
-    parts: str = name
-    while parts.startswith(_WRAPPERS):
-        parts = parts.partition(".")[2]
-    return parts
+def _held(subject: Subject) -> list[int]:
+    """The numbers of the optimizer's parameters, each once."""
+    return sorted({number for group in pack_groups(subject.groups) for number in group["params"]})
+
+
+def _listed(manifest: Manifest) -> list[int]:
+    return sorted({number for group in manifest.groups for number in group.params})
+
+
+def bare_names(specs: Sequence[ParamSpec], numbers: Sequence[int]) -> dict[int, str]:
+    """The names of some parameters, without the prefixes of wrappers, which all of them have; `CheckpointError` if two
+    are called the same.
+    """
+    found = {number: specs[number].name for number in numbers}
+    while found and any(all(name.startswith(wrapper) for name in found.values()) for wrapper in _WRAPPERS):
+        found = {number: name.partition(".")[2] for number, name in found.items()}
+    twice = [name for name, count in Counter(found.values()).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"two parameters are called {twice[0]!r}: give each a name of its own, or none to any")
+    return found
 
 
 def _check_alike(ours: ParamSpec, theirs: ParamSpec) -> None:

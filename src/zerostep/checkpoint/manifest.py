@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostep.checkpoint.errors import CheckpointError
+from zerostep.checkpoint.errors import MALFORMED, CheckpointError
 from zerostep.codec import decode, dtype_name, dtype_named, encode
 from zerostep.layout import Layout
 from zerostep.version import __version__
 
-__all__ = ["NAME", "FileRecord", "GroupRecord", "Manifest", "file_name"]
+__all__ = ["NAME", "FileRecord", "GroupRecord", "Manifest", "file_name", "put_small", "take_small"]
 
 NAME = "manifest.json"
 FORMAT, VERSION = "zerostep", 1
@@ -29,8 +29,6 @@ _KEYS = frozenset(
     "format version written_by id created step layout named orders groups model extra files".split()  # noqa: SIM905
 )
 _KINDS = {"param": (str, str, int), "buffer": (str, str, int, int), "same": (str, str, str)}
-# What malformed text can make the code below, or Python itself, raise.
-_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
 
 def file_name(rank: int) -> str:
@@ -85,11 +83,11 @@ class Manifest:
             "named": self.named,
             "orders": {str(number): list(order) for number, order in self.orders.items()},
             "groups": [
-                {"options": encode(dict(group.options), _put), "params": list(group.params), "class": group.kind}
+                {"options": encode(dict(group.options), put_small), "params": list(group.params), "class": group.kind}
                 for group in self.groups
             ],
             "model": None if self.model is None else [_encode_entry(entry) for entry in self.model],
-            "extra": list(self.extra),
+            "extra": [encode(extra, put_small) for extra in self.extra],
             "files": [{"name": file.name, "bytes": file.nbytes, "sha256": file.sha256} for file in self.files],
         }
         text = _canonical(body)
@@ -104,7 +102,7 @@ class Manifest:
             return _manifest(body)
         except CheckpointError:
             raise
-        except _MALFORMED as error:
+        except MALFORMED as error:
             story = f"{where} is damaged: {str(error)[:200] or type(error).__name__}"
             raise CheckpointError(f"{story}; load another checkpoint") from error
 
@@ -145,14 +143,14 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         orders=dict(_order(key, value, layout) for key, value in _exact(body["orders"], dict).items()),
         groups=tuple(_group(group, layout) for group in _exact(body["groups"], list)),
         model=None if body["model"] is None else tuple(_model(_exact(body["model"], list), layout)),
-        extra=tuple(_exact(body["extra"], list)),
+        extra=tuple(decode(extra, lambda kind, items: take_small(*items)) for extra in _exact(body["extra"], list)),
         files=tuple(_file(rank, file) for rank, file in enumerate(_files(body["files"], layout))),
         written_by=_exact(body["written_by"], str),
     )
 
 
 def _group(found: Mapping[str, Any], layout: Layout) -> GroupRecord:
-    options = decode(found["options"], lambda kind, items: _take(*items))
+    options = decode(found["options"], lambda kind, items: take_small(*items))
     params = tuple(_index(number, layout) for number in _exact(found["params"], list))
     return GroupRecord(_exact(options, dict), params, _exact(found["class"], str))
 
@@ -166,7 +164,7 @@ def _model(entries: Sequence[Any], layout: Layout) -> list[tuple[Any, ...]]:
             raise ValueError(f"{str(entry)[:80]} does not describe an entry of a model")
         if kind == "value":
             (tree,) = rest
-            rest = [decode(tree, lambda kind, items: _take(*items))]
+            rest = [decode(tree, lambda kind, items: take_small(*items))]
         if kind == "param":
             _index(rest[0], layout)
         if kind == "buffer" and not (0 <= rest[0] < layout.world_size and rest[1] >= 0):
@@ -179,7 +177,7 @@ def _model(entries: Sequence[Any], layout: Layout) -> list[tuple[Any, ...]]:
 
 def _encode_entry(entry: Sequence[Any]) -> list[Any]:
     key, kind, *rest = entry
-    return [key, kind, encode(rest[0], _put)] if kind == "value" else list(entry)
+    return [key, kind, encode(rest[0], put_small)] if kind == "value" else list(entry)
 
 
 def _files(found: Any, layout: Layout) -> list[Any]:
@@ -195,21 +193,22 @@ def _file(rank: int, found: Mapping[str, Any]) -> FileRecord:
     return FileRecord(found["name"], _count(found["bytes"]), _hex(found["sha256"], 64))
 
 
-def _put(tensor: Tensor) -> list[Any]:
+def put_small(tensor: Tensor) -> list[Any]:
     """A small tensor, such as a learning rate, as text."""
     if tensor.numel() > _SMALL_TENSOR:
         raise TypeError(
             f"a tensor of shape {tuple(tensor.shape)} cannot be part of a manifest, only tensors of up to "
             f"{_SMALL_TENSOR} elements can: keep it in the model or in the state of a parameter"
         )
-    values = [encode(value, _put) for value in tensor.detach().cpu().reshape(-1).tolist()]
+    values = [encode(value, put_small) for value in tensor.detach().cpu().reshape(-1).tolist()]
     return ["tensor", dtype_name(tensor.dtype), list(tensor.shape), values]
 
 
-def _take(name: str, shape: list[int], values: list[Any]) -> Tensor:
+def take_small(name: str, shape: list[int], values: list[Any]) -> Tensor:
+    """The tensor that `put_small` wrote."""
     if len(values) > _SMALL_TENSOR or prod(map(_count, shape)) != len(values):
         raise ValueError(f"a tensor of shape {str(shape)[:80]} does not have {len(values)} elements")
-    found = [decode(value, lambda kind, items: _take(*items)) for value in values]
+    found = [decode(value, lambda kind, items: take_small(*items)) for value in values]
     return torch.tensor(found, dtype=dtype_named(name)).reshape(shape)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import traceback
 from collections.abc import Callable
 
 from zerostep.checkpoint.errors import CheckpointError
-from zerostep.transport import Transport
+from zerostep.transport import Transport, TransportError
 
 __all__ = ["PendingSave", "Saves"]
+
+logger = logging.getLogger("zerostep")
 
 _UNDER_WAY, _DONE, _FAILED = 0, 1, 2
 
@@ -18,8 +22,8 @@ class PendingSave:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
-        self._error: BaseException | None = None
-        self.told = False  # whether somebody has heard of the failure
+        self.error: BaseException | None = None
+        self.told = False  # whether this rank has heard of the failure
         # Not a daemon: a process that comes to its end first finishes what it has begun to write.
         self._thread = threading.Thread(target=self._run, name="zerostep-save")
         self._thread.start()
@@ -29,8 +33,11 @@ class PendingSave:
         try:
             self._work()
         except BaseException as error:
-            self._error = error
-        self._work = None  # with it go the copies that it wrote
+            # Nobody may be left to ask; and frames would keep the copies alive that were to be written.
+            logger.error("a checkpoint could not be written in the background: %s", error)
+            traceback.clear_frames(error.__traceback__)
+            self.error = error
+        self._work = None
 
     @property
     def done(self) -> bool:
@@ -40,16 +47,20 @@ class PendingSave:
     @property
     def status(self) -> int:
         """How it stands on this rank, as a number."""
-        return _UNDER_WAY if not self.done else _DONE if self._error is None else _FAILED
+        return _UNDER_WAY if not self.done else _DONE if self.error is None else _FAILED
+
+    def join(self) -> None:
+        """Return when this rank has come to an end, good or bad."""
+        self._thread.join()
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete, or raise what went wrong. All ranks call it, and end alike."""
-        self._thread.join()
+        """Return when the checkpoint is complete, or raise what went wrong; local."""
+        self.join()
         self.told = True
-        if self._error is not None:
+        if self.error is not None:
             raise CheckpointError(
-                f"a checkpoint could not be written in the background: {self._error}; the ones before it are intact"
-            ) from self._error
+                f"a checkpoint could not be written in the background: {self.error}; the ones before it are intact"
+            ) from self.error
 
 
 class Saves:
@@ -79,7 +90,16 @@ class Saves:
             self._current = None
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one; a failure that nobody has heard of is raised on all ranks."""
+        """Wait for the save under way, if there is one; a failure that not all ranks have heard of, all raise."""
         current, self._current = self._current, None
-        if current is not None and not current.told:
+        if current is None or self._lanes is None:
+            return
+        current.join()
+        lost = isinstance(current.error, TransportError)
+        rows = self._lanes[1].all_gather_ints([current.error is not None, current.told, lost])
+        if any(row[2] for row in rows):
+            self._lanes = None  # its sockets are closed; the next save connects anew
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed and not all(row[1] for row in rows):
             current.wait()
+            raise CheckpointError(f"a checkpoint could not be written in the background: rank {failed[0]} failed")

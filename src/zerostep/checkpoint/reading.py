@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerostep.checkpoint.directory import read_manifest
-from zerostep.checkpoint.errors import CheckpointError
+from zerostep.checkpoint.errors import MALFORMED, CheckpointError
 from zerostep.checkpoint.manifest import Manifest
 from zerostep.checkpoint.shares import MASTER, order_of, shaped
 from zerostep.checkpoint.tensor_file import TensorFile, digest_of
@@ -28,8 +27,6 @@ __all__ = ["Reader", "StoredState", "verify"]
 
 # Finds a tensor in a file by its name, or what stands for it.
 Take = Callable[[TensorFile, str], Any]
-
-_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
 
 def verify(path: Path, manifest: Manifest, files: Iterable[int], advance: Callable[[int], None]) -> None:
@@ -64,27 +61,10 @@ class Reader:
         self.path = path
         self.manifest = read_manifest(path) if manifest is None else manifest
         self._files: list[TensorFile] = []
-        try:
-            for rank, record in enumerate(self.manifest.files):
-                self._files.append(TensorFile(path / record.name))
-                self._check_identity(self._files[-1], rank)
-            self._pieces = self._find_pieces()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of all files."""
-        for file in self._files:
-            file.close()
+        for rank, record in enumerate(self.manifest.files):
+            self._files.append(TensorFile(path / record.name))
+            self._check_identity(self._files[-1], rank)
+        self._pieces = self._find_pieces()
 
     # ------------------------------------------------------------------ what is there
 
@@ -196,6 +176,14 @@ class Reader:
         """Some elements of a parameter, in the order of its memory at the time."""
         return self._stretch(number, f"model.{number}", part)
 
+    def has_weight(self, number: int) -> bool:
+        """Whether the model's state dict had this parameter."""
+        return number in self._weights
+
+    @cached_property
+    def _weights(self) -> frozenset[int]:
+        return frozenset(rest[0] for _, kind, *rest in self.manifest.model or () if kind == "param")
+
     def weight_dtype(self, number: int) -> torch.dtype:
         """The dtype of a stored parameter."""
         return dtype_named(self.spec(number).dtype)
@@ -241,7 +229,7 @@ def _telling_of(file: TensorFile) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise file.trouble(f"it does not say well what is in it: {str(error)[:200] or type(error).__name__}") from error
 
 
@@ -260,7 +248,7 @@ class StoredState:
 
     def __init__(self, reader: Reader, number: int, param: Tensor, with_weights: bool) -> None:
         self._reader, self._number, self._param = reader, number, param
-        wider = with_weights and reader.weight_dtype(number).itemsize > param.dtype.itemsize
+        wider = with_weights and reader.has_weight(number) and _is_wider(reader.weight_dtype(number), param.dtype)
         self._weights_as_masters = wider and MASTER not in reader.like_keys(number)
 
     @cached_property
@@ -291,10 +279,14 @@ class StoredState:
 def in_order(reader: Reader, number: int, param: Tensor, part: Span, read: Callable[[Span], Tensor]) -> Tensor:
     """What `read` finds of a parameter, in the order of its memory now, which may not be that of the checkpoint."""
     then, now = reader.order(number), order_of(param)
-    if then == now:
+    if then == now or not param.numel():
         return read(part)
     flat = read(Span(0, param.numel()))
     shape = param.shape
     rows = flat.view([shape[dim] for dim in then]).permute([then.index(dim) for dim in sorted(then)])
     turned = rows.permute([sorted(now).index(dim) for dim in now])
     return turned.reshape(-1)[part.start : part.stop].clone()
+
+
+def _is_wider(one: torch.dtype, other: torch.dtype) -> bool:
+    return one.itemsize > other.itemsize

@@ -7,36 +7,49 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from zerostep.agreement import Record, agreed
 from zerostep.buffers import is_dense
-from zerostep.checkpoint.consolidate import pack_groups
 from zerostep.checkpoint.directory import claimed, complete_in, draft_of, prune, publish
 from zerostep.checkpoint.errors import CheckpointError
-from zerostep.checkpoint.manifest import FileRecord, GroupRecord, Manifest, file_name
+from zerostep.checkpoint.manifest import (
+    MOST_BYTES,
+    FileRecord,
+    GroupRecord,
+    Manifest,
+    file_name,
+    put_small,
+    take_small,
+)
 from zerostep.checkpoint.pending import PendingSave
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.shares import order_of
+from zerostep.checkpoint.state_dicts import pack_groups
 from zerostep.checkpoint.subject import Subject, subject_of
-from zerostep.checkpoint.tensor_file import write_tensors
+from zerostep.checkpoint.tensor_file import sync_directory, write_tensors
 from zerostep.checkpoint.weights import describe_weights, own_weights
-from zerostep.codec import encode
-from zerostep.groups import options
-from zerostep.objects import gather_object
+from zerostep.codec import decode, encode
+from zerostep.inners import own_options
+from zerostep.objects import copy_object, gather_object
 from zerostep.transport import Transport
 
 __all__ = ["save"]
 
 _REMEDY = "save the same optimizer and model, under the same name, on every rank"
 _FEWEST = 2
-_NOT_OPTIONS = ("optimizer_class",)
+_SEEN_SECONDS = 10
+_BEAT_SECONDS = 0.05
+
+T = TypeVar("T")
 
 
 def save(
@@ -54,8 +67,8 @@ def save(
         path: the directory to make, on a file system that all ranks see. It must not exist yet.
         optimizer: a `ShardedOptimizer` or a `ZeroRedundancyOptimizer`. Every rank writes what it owns.
         model: also write the model's state dict, each parameter once.
-        extra: anything that JSON can hold, for `load` to return: the scheduler's state, a sampler's position. Ranks may
-            give different ones.
+        extra: numbers, text, lists, tuples, dicts and small tensors, for `load` to return as they are: the scheduler's
+            state, a sampler's position. Ranks may give different ones.
         wait: `False` copies what this rank owns, returns, and writes in the background. A failure is raised on all
             ranks before the next step or save; the returned `PendingSave` can be waited for.
         keep: afterwards remove older complete checkpoints beside this one, but keep this many; at least two.
@@ -63,10 +76,10 @@ def save(
     subject, target = subject_of(optimizer), Path(os.path.abspath(path))
     subject.saves.finish()
     with agreed(subject.everyone) as statement:
-        _check(target, keep)
+        _check(target, keep, subject.everyone.rank)
         subject.settle()
         draft = _drafted(subject, target, model, keep)
-        extra_text = json.dumps(extra, allow_nan=False)
+        extra_text = _extra_text(extra, subject.everyone.world_size)
         draft = draft if wait else draft.copied()
         statement.records, statement.remedy = _records(subject, draft, wait), _REMEDY
     extras = gather_object(subject.everyone, lambda: extra_text, 0)
@@ -76,10 +89,20 @@ def save(
     return subject.saves.begin(lambda lane: _write(lane, draft, extras))
 
 
-def _check(path: Path, keep: int | None) -> None:
+def _extra_text(extra: Any, world_size: int) -> str:
+    text, most = json.dumps(encode(extra, put_small, "extra")), MOST_BYTES // 2 // world_size
+    if len(text) > most:
+        raise CheckpointError(
+            f"extra takes {len(text)} bytes as text, and {most} are all that each of {world_size} ranks can have: keep "
+            "large things in the model's buffers, or in files of your own"
+        )
+    return text
+
+
+def _check(path: Path, keep: int | None, rank: int) -> None:
     if path.name.startswith("."):
         raise CheckpointError(f"{path.name!r} begins with a dot, as unfinished checkpoints do: choose another name")
-    if path.exists():
+    if rank == 0 and os.path.lexists(path):
         raise CheckpointError(_taken(path))
     if keep is not None and (not isinstance(keep, int) or keep < _FEWEST):
         raise ValueError(f"keep must be at least {_FEWEST}, or None to remove nothing; got {keep!r}")
@@ -130,7 +153,10 @@ def _drafted(subject: Subject, path: Path, model: nn.Module | None, keep: int | 
         extra=(),
         files=(),
     )
-    manifest.encode()  # what cannot be written is an error now, and on every rank
+    if len(manifest.encode()) > MOST_BYTES // 4:  # what cannot be written is an error now, and on every rank
+        raise CheckpointError(
+            f"the layout and the options would take more than {MOST_BYTES // 4} bytes in the manifest"
+        )
     return _Draft(path, keep, subject.rank, subject.writes, tensors, about, manifest)
 
 
@@ -153,7 +179,7 @@ def _groups(subject: Subject) -> list[GroupRecord]:
     packed = pack_groups(subject.groups)
     return [
         GroupRecord(
-            {key: value for key, value in options(group).items() if key not in _NOT_OPTIONS},
+            copy_object(own_options(group)),  # a background save must not see what they become
             tuple(group["params"]),
             kind,
         )
@@ -187,7 +213,7 @@ def _write(lane: Transport, draft: _Draft, extras: list[str]) -> None:
                     _make_room(draft.path, place)
                     claim.enter_context(claimed(place))
             with agreed(lane), _telling_of(draft.path):
-                record = _write_own(draft, place, token)
+                record = _at_one_s_own_pace(lane, lambda: _write_own(draft, place, token))
             files = _exchange(lane, draft, record)
             with agreed(lane), _telling_of(draft.path):
                 if lane.rank == 0:
@@ -196,6 +222,30 @@ def _write(lane: Transport, draft: _Draft, extras: list[str]) -> None:
             if lane.rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
             raise
+
+
+def _at_one_s_own_pace(lane: Transport, act: Callable[[], T]) -> T:
+    """Do something that takes some ranks much longer than others: all ask each other again and again who is done.
+
+    Nobody waits for a word longer than a moment, so no time-out of the group strikes, and whoever is gone is missed.
+    """
+    done: Future[T] = Future()
+    thread = Thread(target=_fulfil, args=(done, act), name="zerostep-write")
+    thread.start()
+    try:
+        while True:
+            thread.join(_BEAT_SECONDS)
+            if all(row[0] for row in lane.all_gather_ints([done.done()])):
+                return done.result()
+    finally:
+        thread.join()
+
+
+def _fulfil(done: Future[T], act: Callable[[], T]) -> None:
+    try:
+        done.set_result(act())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 @contextmanager
@@ -216,13 +266,19 @@ def _token(lane: Transport) -> str:
 
 
 def _make_room(path: Path, place: Path) -> None:
-    if path.exists():
+    if os.path.lexists(path):
         raise CheckpointError(_taken(path))
+    missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
+    for parent in missing:
+        sync_directory(parent.parent)
     place.mkdir()
 
 
 def _write_own(draft: _Draft, place: Path, token: str) -> FileRecord | None:
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not place.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.05)  # a shared file system may tell other hosts a little later
     if not place.is_dir():
         raise CheckpointError(f"{place} is not seen by every rank: save to a file system that all ranks share")
     if not draft.writes:
@@ -250,7 +306,7 @@ def _exchange(lane: Transport, draft: _Draft, record: FileRecord | None) -> list
 
 
 def _publish(draft: _Draft, place: Path, token: str, extras: list[str], files: list[FileRecord]) -> None:
-    found = [json.loads(text) for text in extras]
+    found = [decode(json.loads(text), lambda kind, items: take_small(*items)) for text in extras]
     older = [manifest.created for _, manifest in complete_in(draft.path.parent)]
     manifest = Manifest(
         **{

@@ -147,7 +147,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _flat(value: Tensor, param: Tensor) -> Tensor:
     if not is_dense(param):
         return value.detach().contiguous().view(-1)
-    if value.stride() != param.stride():
+    if not is_dense(value) or order_of(value) != order_of(param):
         value = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return flat_alias(value)
 

@@ -31,7 +31,8 @@ class Subject:
     """An optimizer as a checkpoint sees it.
 
     `rank` is one of the layout's; where there are replicas, several ranks of `everyone` have it, and one of them
-    `writes`. `shares` and `others` show the live state, and `settle` makes sure that it belongs to one step.
+    `writes`. `shares` and `others` show the live state, and `settle` makes sure that it belongs to one step. After
+    `spoil` the optimizer refuses to go on until something is loaded.
     """
 
     everyone: Transport
@@ -47,6 +48,7 @@ class Subject:
     shares: Callable[[], Iterable[Share]]
     others: Callable[[], Mapping[str, Any]]
     restore: Restore
+    spoil: Callable[[str], None]
 
     @property
     def named(self) -> bool:

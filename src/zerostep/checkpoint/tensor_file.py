@@ -10,19 +10,18 @@ import hashlib
 import json
 import math
 import os
-import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerostep.checkpoint.errors import CheckpointError
+from zerostep.checkpoint.errors import MALFORMED, CheckpointError
 from zerostep.checkpoint.manifest import FileRecord
 from zerostep.codec import dtype_name, dtype_named
 
@@ -41,6 +40,8 @@ __all__ = [
 Advance = Callable[[int], None]
 
 METADATA = "zerostep"
+_ALL = 0  # a queue without an end
+_LONGEST_HEADER = 90_000_000
 _CHUNK = 8 << 20
 _NAMES = {
     torch.float64: "F64",
@@ -74,7 +75,7 @@ class Described(Protocol):
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], advance: Advance) -> FileRecord:
     """Write contiguous tensors, wherever they lie, and force them to disk; at most two chunks are held at a time."""
     in_place = all(tensor.device.type == "cpu" for tensor in tensors.values())  # then chunks are no memory of their own
-    behind = sys.maxsize if in_place else 1
+    behind = _ALL if in_place else 1
     return write_streamed(path, tensors, about, lambda name: _chunks(tensors[name]), advance, behind)
 
 
@@ -97,6 +98,11 @@ def write_streamed(
         if not has_name(tensor.dtype)
     }
     header = header_of(ordered, {METADATA: json.dumps({**about, "dtypes": odd})})
+    if len(header) > _LONGEST_HEADER:
+        raise CheckpointError(
+            f"{path.name} would need a header of {len(header)} bytes, and readers take at most {_LONGEST_HEADER}: the "
+            "optimizer keeps too much that is not a tensor"
+        )
     pieces = (memory_of(chunk) for name in ordered for chunk in chunks(name))
     with open(path, "xb", buffering=0) as file:
         digest, nbytes = _stream(file, chain([memoryview(header)], pieces), advance, behind)
@@ -155,20 +161,47 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _stream(file: BinaryIO, pieces: Iterator[memoryview], advance: Advance, behind: int) -> tuple[str, int]:
     """Another thread hashes what is written here, and has time to catch up while the disk is busy."""
-    hasher, total = hashlib.sha256(), 0
-    hashed: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(1) as pool:
+    total = 0
+    with _Hashing(behind) as hashing:
         for piece in pieces:
-            hashed.append(pool.submit(hasher.update, piece))
+            hashing.add(piece)
             _write_all(file, piece)
             total += len(piece)
             advance(len(piece))
-            while len(hashed) > behind:
-                hashed.popleft().result()
         os.fsync(file.fileno())
-        for each in hashed:
-            each.result()
-    return hasher.hexdigest(), total
+    return hashing.hexdigest(), total
+
+
+class _Hashing:
+    """A thread that hashes what it is given, in order, and is done at the end of the context.
+
+    A plain one: the interpreter lets those go on that a background save starts while all else comes to its end.
+    """
+
+    def __init__(self, behind: int) -> None:
+        self._hasher = hashlib.sha256()
+        self._pieces: Queue[memoryview | None] = Queue(behind)
+        self._thread = Thread(target=self._run, name="zerostep-hash", daemon=True)
+
+    def _run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._hasher.update(piece)
+
+    def add(self, piece: memoryview) -> None:
+        """Hash this, too; waits if there is too much to do already."""
+        self._pieces.put(piece)
+
+    def hexdigest(self) -> str:
+        """What came out, after the end of the context."""
+        return self._hasher.hexdigest()
+
+    def __enter__(self) -> _Hashing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._pieces.put(None)
+        self._thread.join()
 
 
 def _write_all(file: BinaryIO, piece: memoryview) -> None:
@@ -198,7 +231,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class TensorFile:
-    """A file of tensors that is open for reading. Nothing is read but the header and what is asked for."""
+    """A file of tensors. Nothing is read but the header and what is asked for, and the file is never kept open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -206,11 +239,10 @@ class TensorFile:
             self._check_header()
             with open(path, "rb", buffering=0) as file:
                 self._read_header(file)
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self.trouble(f"its header is not sound: {str(error)[:200]}") from error
         except OSError as error:
-            raise self.trouble(f"it cannot be read: {error}") from error
+            raise self._unread(error) from error
+        except (SafetensorError, *MALFORMED) as error:
+            raise self.trouble(f"its header is not sound: {str(error)[:200]}") from error
 
     def _read_header(self, file: BinaryIO) -> None:
         size = int.from_bytes(file.read(8), "little")
@@ -237,8 +269,8 @@ class TensorFile:
         """What to raise about this file."""
         return CheckpointError(f"{self.path} is damaged: {story[:300]}; load another checkpoint")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
+    def _unread(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path} cannot be read: {error}; see to that, then load again")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -266,11 +298,15 @@ class TensorFile:
         return self.read(name, 0, torch.Size(shape).numel()).reshape(shape)
 
     def _fill(self, place: int, room: memoryview) -> None:
-        while room:
-            count = os.preadv(self._file.fileno(), [room[: 1 << 30]], place)
-            if not count:
-                raise self.trouble("it ends too early")
-            place, room = place + count, room[count:]
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                while room:
+                    count = os.preadv(file.fileno(), [room[: 1 << 30]], place)
+                    if not count:
+                        raise self.trouble("it ends too early")
+                    place, room = place + count, room[count:]
+        except OSError as error:
+            raise self._unread(error) from error
 
     def _entry(self, name: str) -> dict[str, Any]:
         try:
@@ -278,7 +314,3 @@ class TensorFile:
         except KeyError:
             raise self.trouble(f"it has no tensor {name!r}") from None
         return found
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()

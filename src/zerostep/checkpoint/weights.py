@@ -16,6 +16,7 @@ from zerostep.checkpoint.reading import Reader, in_order
 from zerostep.checkpoint.shares import MASTER, shaped
 from zerostep.checkpoint.subject import Subject
 from zerostep.layout import Span
+from zerostep.objects import copy_object
 
 __all__ = ["apply_weights", "check_weights", "describe_weights", "own_weights"]
 
@@ -23,11 +24,26 @@ Entries = Sequence[tuple[Any, ...]]
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
+    """The state dict, whose tensors are the model's own."""
+    bare = _unwrapped(model)
+    state = dict(bare.state_dict(keep_vars=True))
+    own = {id(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and id(value) not in own and not _is_extra(key):
+            raise CheckpointError(
+                f"the model makes up {key!r} when it is asked for its state dict, so nothing could be loaded into it: "
+                "make it a buffer, or save without model= and keep the weights yourself"
+            )
+    return state
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     found = getattr(model, "_orig_mod", model)  # what torch.compile returns
     found = found.module if isinstance(found, DistributedDataParallel) else found
-    return dict(getattr(found, "_orig_mod", found).state_dict(keep_vars=True))
+    bare: nn.Module = getattr(found, "_orig_mod", found)
+    return bare
 
 
 # ---------------------------------------------------------------------- writing
@@ -41,7 +57,7 @@ def describe_weights(model: nn.Module, subject: Subject) -> list[tuple[Any, ...]
     loads, first, found = [0] * subject.layout.world_size, dict[int, str](), list[tuple[Any, ...]]()
     for place, (key, value) in enumerate(_state_of(model).items()):
         if not isinstance(value, Tensor):
-            found.append((key, "value", value))
+            found.append((key, "value", copy_object(value)))  # a background save must not see what it becomes
         elif first.setdefault(id(value), key) != key:
             found.append((key, "same", first[id(value)]))
         elif id(value) in numbers:
@@ -120,9 +136,9 @@ def apply_weights(reader: Reader, model: nn.Module) -> None:
 
 
 def _fill(reader: Reader, number: int, target: Tensor) -> None:
-    """Where the optimizer knew a parameter better than the model did, and the model of today can hold it, take that."""
+    """Into another dtype goes what the optimizer knew, if it knew better than the model did."""
     whole, stored = Span(0, target.numel()), reader.weight_dtype(number)
-    if MASTER in reader.like_keys(number) and target.dtype.itemsize > stored.itemsize:
+    if MASTER in reader.like_keys(number) and target.dtype != stored:
         flat = in_order(reader, number, target, whole, partial(reader.stretch, number, MASTER))
     else:
         flat = in_order(reader, number, target, whole, partial(reader.weight, number))
@@ -135,6 +151,4 @@ def _is_extra(key: str) -> bool:
 
 
 def _module_of(model: nn.Module, key: str) -> nn.Module:
-    found = getattr(model, "_orig_mod", model)
-    found = found.module if isinstance(found, DistributedDataParallel) else found
-    return getattr(found, "_orig_mod", found).get_submodule(key.rpartition(".")[0])
+    return _unwrapped(model).get_submodule(key.rpartition(".")[0])

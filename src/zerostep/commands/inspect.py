@@ -116,11 +116,11 @@ def _files(path: Path, manifest: Manifest, check: bool) -> list[File]:
 
 def _state(path: Path, manifest: Manifest) -> dict[str, int]:
     sizes = Counter[str]()
-    with Reader(path, manifest) as reader:
-        for number in reader.with_state:
-            numel = reader.spec(number).numel
-            for key, dtype in reader.like_keys(number).items():
-                sizes[f"{key} ({dtype_name(dtype)})"] += numel * dtype.itemsize
+    reader = Reader(path, manifest)
+    for number in reader.with_state:
+        numel = reader.spec(number).numel
+        for key, dtype in reader.like_keys(number).items():
+            sizes[f"{key} ({dtype_name(dtype)})"] += numel * dtype.itemsize
     return dict(sizes)
 
 

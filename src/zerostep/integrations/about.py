@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zerostep.checkpoint.errors import CheckpointError
-from zerostep.checkpoint.loading import _bare
-from zerostep.checkpoint.manifest import _put, _take
+from zerostep.checkpoint.errors import MALFORMED, CheckpointError
+from zerostep.checkpoint.loading import bare_names
+from zerostep.checkpoint.manifest import put_small, take_small
 from zerostep.checkpoint.shares import order_of
 from zerostep.checkpoint.subject import Subject
 from zerostep.codec import decode, encode
@@ -21,7 +20,6 @@ __all__ = ["About", "Entry", "names_of"]
 
 _VERSION = 1
 _NOT_OPTIONS = ("optimizer_class",)
-_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ class About:
             "state": state,
             "others": dict(self.others),
         }
-        return json.dumps({"zerostep": __version__, "version": _VERSION, "about": encode(found, _put)}, allow_nan=False)
+        return json.dumps(
+            {"zerostep": __version__, "version": _VERSION, "about": encode(found, put_small)}, allow_nan=False
+        )
 
     @staticmethod
     def decode(text: Any) -> About:
@@ -74,11 +74,11 @@ class About:
         try:
             found = json.loads(text)
             version, writer = found["version"], found["zerostep"]
-            about = decode(found["about"], lambda kind, items: _take(*items)) if version == _VERSION else None
+            about = decode(found["about"], lambda kind, items: take_small(*items)) if version == _VERSION else None
             return _refused(version, writer) if about is None else _about(about)
         except CheckpointError:
             raise
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 "the checkpoint's description of the optimizer is damaged: "
                 f"{str(error)[:200] or type(error).__name__}; load another checkpoint"
@@ -108,8 +108,4 @@ def names_of(subject: Subject) -> dict[int, str]:
     first: dict[int, int] = {}
     for number, param in enumerate(subject.params):
         first.setdefault(id(param), number)
-    found = {number: _bare(subject.layout.params[number].name) for number in first.values()}
-    twice = [name for name, count in Counter(found.values()).items() if count > 1]
-    if twice:
-        raise ValueError(f"two parameters are called {twice[0]!r}: give each its own name to save them with DCP")
-    return found
+    return bare_names(subject.layout.params, list(first.values()))
