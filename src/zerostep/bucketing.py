@@ -18,7 +18,7 @@ from itertools import accumulate
 from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
 from zerostep.partition import pour
 
-__all__ = ["Cost", "extend", "fill", "padded_size"]
+__all__ = ["Cost", "even_part", "extend", "fill", "padded_size"]
 
 # Parts that are long enough start where vector instructions like it.
 _ALIGNMENT = 64
@@ -81,13 +81,19 @@ def padded_size(bucket: Bucket) -> int:
 
     Only the last parts of an evenly cut bucket may be short.
     """
+    part = even_part(bucket)
+    return bucket.size if part is None else part * (len(bucket.cuts) - 1)
+
+
+def even_part(bucket: Bucket) -> int | None:
+    """The length that the parts of all ranks have, where only the last ones are short; `None` if there is none."""
     world, longest, size = len(bucket.cuts) - 1, bucket.cuts[1], bucket.size
     # One whole parameter of the first rank looks like a long part with short ones behind it, and is none.
     if not longest or longest != _even_part(size, world):
-        return size
+        return None
     full = size // longest
     starts, ends = tuple(range(0, full * longest + 1, longest)), (size,) * (world - full)
-    return world * longest if bucket.cuts == starts + ends else size
+    return longest if bucket.cuts == starts + ends else None
 
 
 def _owners(specs: Sequence[ParamSpec], costs: Sequence[Cost], world_size: int) -> dict[int, int]:

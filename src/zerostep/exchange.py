@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerostep.bucketing import padded_size
+from zerostep.bucketing import even_part
 from zerostep.buffers import Scratch
 from zerostep.layout import Bucket
-from zerostep.transport import Flight, NullTransport, Transport
+from zerostep.transport import EvenParts, Flight, NullTransport, Transport
 
 __all__ = ["Exchange", "Gathering", "HostExchange", "Meeting", "NullExchange", "Reducing", "StreamExchange", "connect"]
 
@@ -273,6 +273,7 @@ class StreamExchange:
     def __init__(self, transport: Transport) -> None:
         self._transport, self._rank, self._world = transport, transport.rank, transport.world_size
         self.bytes_sent = self.bytes_received = 0
+        self._even: dict[int, tuple[Bucket, int | None]] = {}  # by identity: thousands of cuts are slow to compare
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> Reducing:
         """A reduce-scatter; memory that was made for it is padded so that all parts are equally long."""
@@ -301,13 +302,12 @@ class StreamExchange:
     def rest(self) -> None:
         """The backend's own."""
 
-    def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor]:
-        if (
-            memory.numel() == padded_size(bucket)
-            and memory.numel() % self._world == 0
-            and memory.numel() != bucket.size
-        ):
-            return list(memory.split(memory.numel() // self._world))
+    def _parts(self, memory: Tensor, bucket: Bucket) -> Sequence[Tensor]:
+        if id(bucket) not in self._even:
+            self._even[id(bucket)] = bucket, even_part(bucket)
+        even = self._even[id(bucket)][1]
+        if even is not None and even * self._world == memory.numel():
+            return EvenParts(memory, even)
         return [memory[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
 
     def _count(self, memory: Tensor) -> None:

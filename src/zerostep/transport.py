@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d
 
 __all__ = [
     "CompanionTransport",
+    "EvenParts",
     "Flight",
     "GroupTransport",
     "NullTransport",
@@ -610,8 +611,23 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class EvenParts(Sequence[Tensor]):
+    """Memory in equally long parts, of which each is made only if it is asked for: there may be thousands."""
+
+    def __init__(self, memory: Tensor, length: int) -> None:
+        self._memory, self._length = memory, length
+
+    def __len__(self) -> int:
+        return self._memory.numel() // self._length
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._memory[range(len(self))[rank] * self._length :][: self._length]
+
+
 def _tile(parts: Sequence[Tensor], memory: Tensor) -> bool:
     """Whether equally long parts fill the memory."""
+    if isinstance(parts, EvenParts):
+        return True
     return len({part.numel() for part in parts}) == 1 and len(parts) * parts[0].numel() == memory.numel()
 
 

@@ -47,6 +47,10 @@ def test_whole_matrices_and_progress() -> None:
     assert passed, lines
     for report in reports:
         for run in report.runs:
-            assert run.measured == run.predicted
+            for name in ("parameters", "state"):
+                assert getattr(run.measured, name) == getattr(run.predicted, name), (run.name, name)
+            # What is under way when backward ends depends on the order in which gradients come, which is only about
+            # that of the parameters.
+            assert run.measured.total == pytest.approx(run.predicted.total, rel=0.02)
             assert run.exposed_ms is not None and 0 <= run.exposed_ms < run.step_ms
     assert [(each.run, each.steps) for each in told] == [("plain DDP", 2), ("drop-in", 2), ("ShardedOptimizer", 2)]

@@ -175,11 +175,12 @@ class Overlapped(Replica):
         case = task.case
         self.zero = ZeroRedundancyOptimizer(self.params, case.kind, group, overlap_with_ddp=True, **case.options)
         state, wrapped = _wrapped(task.wrapped, group)
+        buckets = self.buckets  # and not this object: what a hook holds, its DDP module holds, where nobody can see it
 
         def counting(state: Any, bucket: GradBucket) -> Future[Tensor]:
             if bucket.index() == 0:
-                self.buckets.append(0)
-            self.buckets[-1] += 1
+                buckets.append(0)
+            buckets[-1] += 1
             return wrapped(state, bucket)
 
         hook = HOOKS[self.name](counting, self.ddp, self.zero, shard_buckets=self.shard_buckets)
