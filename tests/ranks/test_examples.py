@@ -95,8 +95,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def machine(port: int, folder: Path, output: Path, *more: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """One of two launchers with a rank each, which goes on alone if it must."""
+def machine(port: int, folder: Path, output: Path, hosts: bool, *more: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """One of two launchers with a rank each, which goes on alone if it must, if it hosts their meeting."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     meeting = [
         "--rdzv-backend=c10d",
@@ -104,7 +104,7 @@ def machine(port: int, folder: Path, output: Path, *more: str) -> Iterator["subp
         f"--local-addr={HOST}",
         "--monitor-interval=0.1",
     ]
-    patience = "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1"
+    patience = f"--rdzv-conf=is_host={int(hosts)},last_call_timeout=5,keep_alive_interval=1"
     script = [str(ROOT / "examples" / "resume.py"), "--folder", str(folder), *more]
     with output.open("wb") as file:
         command = [*launcher, *meeting, patience, *script]
@@ -125,8 +125,8 @@ def losses(text: str) -> dict[int, float]:
 def test_a_run_that_loses_a_machine_goes_on_with_the_rest(tmp_path: Path) -> None:
     port, folder, outputs = free_port(), tmp_path / "checkpoints", [tmp_path / "stays.txt", tmp_path / "dies.txt"]
     with (
-        machine(port, folder, outputs[0]) as stays,
-        machine(port, folder, outputs[1], "--die-at", "12") as dies,
+        machine(port, folder, outputs[0], True) as stays,
+        machine(port, folder, outputs[1], False, "--die-at", "12") as dies,
     ):
         assert dies.wait(DEADLINE) == -signal.SIGKILL, outputs[1].read_text()
         assert stays.wait(DEADLINE) == 0, outputs[0].read_text()
