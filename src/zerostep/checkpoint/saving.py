@@ -47,7 +47,7 @@ __all__ = ["save"]
 _REMEDY = "save the same optimizer and model, under the same name, on every rank"
 _FEWEST = 2
 _SEEN_SECONDS = 10
-_BEAT_SECONDS = 0.05
+_FIRST_BEAT, _LAST_BEAT = 0.002, 0.5  # seconds: what is quick should not wait, and what takes long need not hurry
 
 T = TypeVar("T")
 
@@ -212,8 +212,9 @@ def _write(lane: Transport, draft: _Draft, extras: list[str]) -> None:
                 if lane.rank == 0:
                     _make_room(draft.path, place)
                     claim.enter_context(claimed(place))
+            written = _at_one_s_own_pace(lane, lambda: _write_own(draft, place, token))
             with agreed(lane), _telling_of(draft.path):
-                record = _at_one_s_own_pace(lane, lambda: _write_own(draft, place, token))
+                record = written.result()
             files = _exchange(lane, draft, record)
             with agreed(lane), _telling_of(draft.path):
                 if lane.rank == 0:
@@ -224,19 +225,23 @@ def _write(lane: Transport, draft: _Draft, extras: list[str]) -> None:
             raise
 
 
-def _at_one_s_own_pace(lane: Transport, act: Callable[[], T]) -> T:
+def _at_one_s_own_pace(lane: Transport, act: Callable[[], T]) -> Future[T]:
     """Do something that takes some ranks much longer than others: all ask each other again and again who is done.
+
+    Not inside of `agreed`: who misses a rank here must not send others what they do not expect.
 
     Nobody waits for a word longer than a moment, so no time-out of the group strikes, and whoever is gone is missed.
     """
     done: Future[T] = Future()
     thread = Thread(target=_fulfil, args=(done, act), name="zerostep-write")
     thread.start()
+    beat = _FIRST_BEAT
     try:
         while True:
-            thread.join(_BEAT_SECONDS)
+            thread.join(beat)
+            beat = min(1.2 * beat, _LAST_BEAT)
             if all(row[0] for row in lane.all_gather_ints([done.done()])):
-                return done.result()
+                return done
     finally:
         thread.join()
 
