@@ -70,10 +70,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker sends back for a job."""
+    """What a worker sends back for a job: first the word that it begins, then the result or the error."""
 
     result: Any = None
     error: str | None = None
+    begins: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Job:
 
 def work(seat: Seat, connection: Connection) -> None:
     """Join the process group, then answer jobs until the other end of the connection closes."""
-    bench = Bench()
+    bench = Bench(lambda: connection.send_bytes(pickle.dumps(Answer(begins=True))))
     connection.send_bytes(_attempt(bench.join, seat))
     with suppress(EOFError, OSError):
         while True:
@@ -130,6 +131,9 @@ class Bench:
 
     groups: dict[Ranks, Any]
 
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self.begin = begin
+
     def join(self, seat: Seat) -> None:
         """Meet the other ranks and make the subgroups, in the same order everywhere."""
         _guard(seat)
@@ -146,6 +150,7 @@ class Bench:
         job: Job = _loads(message)
         self._clean()
         self._rename(job.number)
+        self.begin()  # imports and cleaning are not part of the job's time
         with _kept_logging(), warnings.catch_warnings():
             return job.function(self.groups[job.ranks], *job.args, **job.kwargs)
 
@@ -275,16 +280,22 @@ class Crew:
             self.workers[rank].send(message)
 
     def collect(self, ranks: Ranks, deadline: float, grace: float = math.inf) -> dict[int, Answer]:
-        """The answers that come before the deadline, or within the grace that follows the first failure."""
-        pending = {self.workers[rank].connection: rank for rank in ranks}
+        """The answers that come before the deadline, or within the grace that follows the first failure.
+
+        The deadline counts from the moment when the last rank has begun.
+        """
+        pending: dict[Any, int] = {self.workers[rank].connection: rank for rank in ranks}
         answers: dict[int, Answer] = {}
-        end = time.monotonic() + deadline
+        end = time.monotonic() + START
         while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
             for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[call-overload]
-                answers[rank] = self.workers[rank].receive()
-                if answers[rank].error is not None:
+                answer = self.workers[pending[connection]].receive()
+                if not answer.begins:
+                    answers[pending.pop(connection)] = answer
+                if any(each.error is not None for each in answers.values()):
                     end = min(end, time.monotonic() + grace)
+                elif answer.begins:
+                    end = time.monotonic() + deadline
         return answers
 
     def results(self, ranks: Ranks, deadline: float) -> list[Any]:
