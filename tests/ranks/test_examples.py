@@ -53,6 +53,12 @@ def test_before_and_after_print_the_same_loss_and_half_the_state() -> None:
     assert after == [before[0], before[1] / 2]
 
 
+def test_a_step_inside_backward_prints_the_loss_of_plain_training() -> None:
+    before, inside = numbers(run("before")), numbers(run("step_in_backward"))
+    assert inside[0] == before[0]
+    assert 0.4 < inside[-1] / before[1] < 0.6
+
+
 def test_accumulation_sends_less_for_the_same_numbers() -> None:
     loss, norm, sent, same_loss, same_norm, more = numbers(run("accumulation"))
     assert (same_loss, same_norm) == pytest.approx((loss, norm), abs=5e-4)

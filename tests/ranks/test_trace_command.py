@@ -62,6 +62,29 @@ def test_an_example_on_two_ranks(tmp_path: Path) -> None:
         assert {f"zerostep/reduce {bucket} wait" for bucket in buckets} <= {event["name"] for event in mine}
 
 
+@pytest.mark.parametrize("step", [4, 30])
+def test_a_step_inside_backward(step: int, tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "step_in_backward.py")
+    code, printed, errors = run(tmp_path, example, "--step", str(step), "--out", "step.svg")
+    assert (code, errors) == (0, ""), errors
+    assert f"step {step}: step.svg" in printed
+    rows = set(re.findall(r"<!-- ([a-z-]+ \d+) -->", (tmp_path / "step.svg").read_text()))
+    buckets = sorted(row for row in rows if row.startswith("bucket"))
+    assert buckets == [f"bucket {number}" for number in range(4)]
+    assert {f"all-reduce {number}" for number in range(4)} <= rows
+    table = [list(map(float, line.split())) for line in printed.splitlines() if re.fullmatch(r" *\d[\d. ]+", line)]
+    assert [row[0] for row in table] == [0, 1]
+    assert all(min(forward, backward, update) > 0 for _, _, forward, backward, update, *_ in table)
+
+
+def test_a_script_that_ends_one_step_too_soon_inside_backward(tmp_path: Path) -> None:
+    code, _, errors = run(tmp_path, str(ROOT / "examples" / "step_in_backward.py"), "--step", "31")
+    assert (code, errors) == (
+        2,
+        "zerostep: step_in_backward.py ended after 30 optimizer steps: choose --step 30 or less\n",
+    )
+
+
 def test_a_script_that_ends_too_soon_and_its_arguments(tmp_path: Path) -> None:
     path = script(tmp_path, "assert sys.argv[1:] == ['--lr', '0.5'], sys.argv\nstep(); step(); step()\n")
     code, _, errors = run(tmp_path, path, "--lr", "0.5", "--ranks", "1", "--step", "9")

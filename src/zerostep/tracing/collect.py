@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ _HOST = "127.0.0.1"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PAUSE = 0.05
 _GRACE = 5.0
+_PROFILER_LOG = re.compile(r"\w+:\d{4}-\d\d-\d\d ")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _watch(job: Job, folder: Path, processes: Sequence[subprocess.Popen[bytes]])
 
 
 def _failure(job: Job, folder: Path, rank: int, code: int) -> str:
-    lines = [line for line in _text(folder, rank).splitlines() if line.strip()]
+    lines = [line for line in _text(folder, rank).splitlines() if line.strip() and not _PROFILER_LOG.match(line)]
     what = lines[-1].strip() if lines else f"exit code {code}"
     return f"rank {rank} of {job.script.name} failed: {what}; run it under torchrun to see where"
 
@@ -138,10 +140,7 @@ def _too_short(job: Job, folder: Path, rank: int) -> str:
     steps = int(path.read_text()) if path.exists() else 0
     if steps:
         return f"{job.script.name} ended after {steps} optimizer steps: choose --step {steps} or less"
-    return (
-        f"{job.script.name} ended without a call of optimizer.step(): where the step is inside backward, profile the "
-        "script with prof.step() after each step and use --read"
-    )
+    return f"{job.script.name} ended without a call of optimizer.step(): name a script that trains"
 
 
 def _errors(folder: Path, rank: int) -> Path:

@@ -170,15 +170,29 @@ def _host_flights(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Inter
         if match["phase"] not in _NO_FLIGHTS:
             by_name[match["phase"], _row(match)].append((match, event))
     waited = {match["phase"] for match, _ in ours if match["wait"]}
+    at_work = _at_work(trace, ours, busy)
     for (phase, row), named in by_name.items():
         pairs = _paired(named, trace) if phase in waited else [(event.span, event) for _, event in named]
-        found += [Flight(phase, row, span, _stood_still(trace, event, busy)) for span, event in pairs]
-    return found + _collectives(trace, [event.span for _, event in ours], busy)
+        found += [Flight(phase, row, span, _stood_still(trace, event, busy, at_work)) for span, event in pairs]
+    return found + _collectives(trace, ours, at_work)
 
 
-def _stood_still(trace: RankTrace, wait: Event | None, busy: Sequence[Interval]) -> list[Interval]:
-    """A wait without the ops inside: sums and copies are work. What another thread waits for holds nobody up."""
-    return subtract([wait.span], busy) if wait is not None and wait.thread in trace.host_threads else []
+def _at_work(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Interval]:
+    """When a host was not idle: in ops, and in ranges of ours, which tell by themselves what they wait for."""
+    told = (event.span for match, event in ours if match["phase"] == "update" or event.thread in trace.host_threads)
+    return union([*join(busy, _PAUSE), *told])
+
+
+def _stood_still(
+    trace: RankTrace, wait: Event | None, busy: Sequence[Interval], at_work: Sequence[Interval]
+) -> list[Interval]:
+    """A wait without the ops inside: sums and copies are work.
+
+    What another thread waits for, as for a step inside backward, holds the host up only where it has nothing to do.
+    """
+    if wait is None:
+        return []
+    return subtract([wait.span], busy if wait.thread in trace.host_threads else at_work)
 
 
 def _paired(named: Sequence[_Named], trace: RankTrace) -> list[tuple[Interval, Event | None]]:
@@ -198,7 +212,7 @@ def _paired(named: Sequence[_Named], trace: RankTrace) -> list[tuple[Interval, E
     return found + [(Interval(start, end), None) for start in launched]
 
 
-def _collectives(trace: RankTrace, known: Sequence[Interval], busy: Sequence[Interval]) -> list[Flight]:
+def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Interval]) -> list[Flight]:
     """What other libraries have sent, such as DDP: each message is a row, in the order of a step.
 
     Nobody tells who waits for them; where one is under way and no op runs, the host is taken to.
@@ -206,10 +220,9 @@ def _collectives(trace: RankTrace, known: Sequence[Interval], busy: Sequence[Int
     found = list[Flight]()
     counts = Counter[str]()
     edges = sorted({edge for step in trace.steps.values() for edge in (step.start, step.stop)})
-    at_work = union([*join(busy, _PAUSE), *known])
     for event in trace.events:
         match = _COLLECTIVE.fullmatch(event.name)
-        if not match or match["name"] in _OWN_MESSAGES or any(span.covers(event.span) for span in known):
+        if not match or match["name"] in _OWN_MESSAGES or _is_part(match["name"], event, ours):
             continue
         if edges and event.span.start >= edges[0]:
             edges, counts = [edge for edge in edges if edge > event.span.start], Counter()
@@ -218,6 +231,12 @@ def _collectives(trace: RankTrace, known: Sequence[Interval], busy: Sequence[Int
         found.append(Flight(phase, f"{name} {counts[name]}", event.span, subtract([event.span], at_work)))
         counts[name] += 1
     return found
+
+
+def _is_part(name: str, collective: Event, ours: Sequence[_Named]) -> bool:
+    """Whether a collective belongs to a range of ours; gradients that others reduce while we gather do not."""
+    around = (match["phase"] for match, event in ours if event.span.covers(collective.span))
+    return any(not (phase == "gather" and "reduce" in name) for phase in around)
 
 
 def _device_flights(trace: RankTrace, wire: Sequence[Event], device: Sequence[Interval]) -> list[Flight]:
@@ -239,7 +258,7 @@ def _device_flights(trace: RankTrace, wire: Sequence[Event], device: Sequence[In
 def _meetings(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Interval]:
     """When the host waited for a word from the others."""
     waits = [event for match, event in ours if match["phase"] == "meet" and match["wait"]]
-    return [interval for wait in waits for interval in _stood_still(trace, wait, busy)]
+    return [interval for wait in waits for interval in _stood_still(trace, wait, busy, [wait.span])]
 
 
 def _update(match: re.Match[str], event: Event) -> Update:

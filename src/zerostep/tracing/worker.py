@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -21,6 +25,7 @@ from zerostep.tracing.events import MARK
 __all__ = ["StepCounter", "main", "trace_file"]
 
 _OUTSIDE = ("zerostep.tracing", "zerostep.demo")
+_IN_BACKWARD = "zerostep.pipeline"
 
 
 def trace_file(folder: Path, rank: int) -> Path:
@@ -31,32 +36,67 @@ def trace_file(folder: Path, rank: int) -> Path:
 class StepCounter:
     """Counts the steps of the first optimizer that the script steps; optimizers inside of others do not count.
 
-    Profiles from the call of the step before the wanted one, so that what it sends is seen to set out.
+    Profiles from the call of the step before the wanted one, so that what it sends is seen to set out. A step inside
+    backward is no call of the script's: it ends where the next forward pass begins.
     """
 
     def __init__(self, step: int, path: Path) -> None:
         self._wanted, self._path = step, path
         self._clock: int | None = None
         self._depth = self.steps = 0
+        self._in_backward: bool | None = None
         self._profile: Any = None
 
     def before(self, optimizer: Any, *_: Any) -> None:
         """A step begins."""
-        if self._clock is None and not _inside_zerostep():
+        caller = _caller() if self._clock is None else None
+        if caller == _IN_BACKWARD:
+            self._note_step_in_backward()
+        if self._clock is None and caller is None:
             self._clock = id(optimizer)
         if id(optimizer) == self._clock:
             self._depth += 1
             if self._depth == 1 and self.steps == self._wanted - 2:
-                self._profile = profile(activities=_activities())
-                self._profile.start()
+                self._start()
 
     def after(self, optimizer: Any, *_: Any) -> None:
         """A step has ended."""
-        if id(optimizer) != self._clock:
-            return
-        self._depth -= 1
-        if self._depth:
-            return
+        if id(optimizer) == self._clock:
+            self._depth -= 1
+            if not self._depth:
+                self._count()
+
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """A module is called; DDP's, after a step inside backward, begins the next one."""
+        if self._in_backward and isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            if self.steps == self._wanted - 2:
+                self._start()
+            self._end_step_in_backward()
+
+    def end_of_script(self) -> None:
+        """A step inside backward that no forward pass follows has ended, too; a profile without its step is dropped."""
+        if self._in_backward:
+            self._end_step_in_backward()
+        if self._profile is not None:
+            self._profile.stop()
+
+    def _end_step_in_backward(self) -> None:
+        self._in_backward = False
+        self._count()
+
+    def _note_step_in_backward(self) -> None:
+        if self._in_backward is None:
+            register_module_forward_pre_hook(self.before_forward)
+        self._in_backward = True
+
+    def _start(self) -> None:
+        # What is inside backward is updated and sent by a thread that was there before the profile. Elsewhere one thread
+        # is enough, and messages that outlive the profile must not be in it.
+        everywhere = _ExperimentalConfig(profile_all_threads=self._in_backward is not None)
+        self._profile = profile(activities=_activities(), experimental_config=everywhere)
+        self._profile.start()
+
+    def _count(self) -> None:
         self.steps += 1
         with record_function(f"{MARK}{self.steps}"):
             pass
@@ -71,15 +111,15 @@ class StepCounter:
         _hold()
 
 
-def _inside_zerostep() -> bool:
-    """Whether a step is made by this library: an inner one, or one of those by which it learns about a class."""
+def _caller() -> str | None:
+    """The module of this library that makes a step: an inner one, or one of those by which it learns about a class."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith("zerostep.") and not name.startswith(_OUTSIDE):
-            return True
+            return name
         frame = frame.f_back
-    return False
+    return None
 
 
 def _activities() -> list[ProfilerActivity]:
@@ -104,6 +144,7 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+    counter.end_of_script()
     Path(folder, f"steps{rank}").write_text(str(counter.steps))
 
 
