@@ -1,17 +1,19 @@
-"""How well two constants describe a network: collectives and messages measured, fitted, and held against other points.
+"""How well two constants describe a network: what strategies send, measured, fitted, and held against other points.
 
 Run as ``python -m benchmarks.communication [--network loopback,shaped] [--rate 1gbit] [--ranks 2,3,4] [--most 64]
-[--json OUT]``. Every operation is timed for sizes from 1 KB to ``--most`` MB. Half of the sizes at the outer numbers of
-ranks are fitted, by least squares of relative errors; the other sizes, and all of any number of ranks in between, are
-held out. A model is an algorithm, ring or tree, which says how many messages follow each other (each costs *alpha*) and
-how many bytes (each costs *beta*). The last row is `zerostep plan`'s own
-forecast, with one pair of constants for all collectives.
+[--json OUT]``. Timed are the backend's all-reduce, which is what DDP waits for; the two ways of `ShardedOptimizer` in
+host memory, gradients to their owners and parameters from them, by messages to every other rank at once; and a single
+message. Sizes go from 1 KB to ``--most`` MB, and begin at 1 MB where there are more ranks than cores, because waiting
+for a core is no matter of the network. Half of the sizes at the outer numbers of ranks are fitted, by least squares of
+relative errors; the other sizes, and all of any number of ranks in between, are held out. A model is an algorithm,
+which says how many messages follow each other (each costs *alpha*) and how many bytes (each costs *beta*). The last
+rows are the forecast of `zerostep plan`, with one pair of constants for everything, and the options that tell it so.
 """
 
 import argparse
 import json
 import math
-import time
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,15 +26,17 @@ import torch.distributed as dist
 from benchmarks.launch import run_on
 from benchmarks.machine import hardware, versions
 from benchmarks.network import Host, loopback, obstacle, shaped
-from benchmarks.timing import markdown, slowest
+from benchmarks.timing import markdown, slowest, timed
 from zerostep.planner import forecast
 from zerostep.planner.forecast import Network
+from zerostep.transport import Transport, connect
 
-OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "message")
+OPERATIONS = ("all-reduce", "to owners", "from owners", "message")
 SECONDS = 240
-PAUSE_BYTES = 1 << 20  # from here on, few repetitions are enough
+LARGE = 1 << 20  # what buckets are; from here on, few repetitions are enough
 START, LEAST = (1e-4, 1e-9), (1e-6, 1e-13)  # seconds for a message and for a byte: to begin with, and to differ from
 STEP, ROUNDS = 1e-3, 8
+EVERYTHING, BUCKETS = "forecast, all sizes", "forecast, from 1 MB on"
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,22 @@ def _tree(size: float, ranks: int, network: Network) -> float:
     return 2 * (math.ceil(math.log2(ranks)) * network.latency + size / network.bandwidth)
 
 
-def _halving(size: float, ranks: int, network: Network) -> float:
-    """Up or down a tree, where every level moves half as much as the one before."""
-    return math.ceil(math.log2(ranks)) * network.latency + size * (ranks - 1) / ranks / network.bandwidth
+def _at_once(size: float, ranks: int, network: Network) -> float:
+    """To or from all others at the same time: the bytes add up, the messages do not."""
+    return network.latency + size * (ranks - 1) / ranks / network.bandwidth
 
 
 MODELS: Mapping[str, Mapping[str, Cost]] = {
     "all-reduce": {"ring": _ring, "tree": _tree},
-    "reduce-scatter": {"ring": forecast.reduce_scatter_seconds, "tree": _halving},
-    "all-gather": {"ring": forecast.all_gather_seconds, "tree": _halving},
+    "to owners": {"ring": forecast.reduce_scatter_seconds, "at once": _at_once},
+    "from owners": {"ring": forecast.all_gather_seconds, "at once": _at_once},
     "message": {"direct": _message},
 }
 # What `zerostep plan` uses, whatever it is made of.
 FORECAST: Mapping[str, Mapping[str, Cost]] = {
     "all-reduce": {"forecast": forecast.all_reduce_seconds},
-    "reduce-scatter": {"forecast": forecast.reduce_scatter_seconds},
-    "all-gather": {"forecast": forecast.all_gather_seconds},
+    "to owners": {"forecast": forecast.reduce_scatter_seconds},
+    "from owners": {"forecast": forecast.all_gather_seconds},
 }
 
 
@@ -181,48 +185,61 @@ def fits(points: Sequence[Point]) -> list[Fit]:
     """A fit for each operation, and for all collectives at once, as the forecast has them; also for large ones."""
     each = [fit([point for point in points if point.operation == name], MODELS) for name in OPERATIONS]
     together = [point for point in points if point.operation in FORECAST]
-    large = [point for point in together if point.size >= PAUSE_BYTES]
-    found = [*each, fit(together, FORECAST, "all collectives")]
-    return [*found, fit(large, FORECAST, "all collectives, from 1 MB on")] if large else found
+    large = [point for point in together if point.size >= LARGE]
+    found = [*each, fit(together, FORECAST, EVERYTHING)]
+    return [*found, fit(large, FORECAST, BUCKETS)] if large else found
 
 
 # ---------------------------------------------------------------------- measuring
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """Powers of four from 1 KB on."""
-    return [1 << power for power in range(10, 40, 2) if 1 << power <= most]
+def sizes_up_to(most: int, ranks: int = 2) -> list[int]:
+    """Powers of four from 1 KB on, or from 1 MB on where ranks share cores."""
+    least = LARGE if ranks > (os.cpu_count() or 1) else 0
+    return [1 << power for power in range(10, 40, 2) if least <= 1 << power <= most]
 
 
 def measure(most: int) -> list[list[float]]:
     """For every operation, a median of seconds for every size; collective."""
-    return [[median(slowest(_times(name, size))) for size in sizes_up_to(most)] for name in OPERATIONS]
+    wire, sizes = connect(None), sizes_up_to(most, dist.get_world_size())
+    return [[median(slowest(_times(_action(name, size, wire), size))) for size in sizes] for name in OPERATIONS]
 
 
-def _times(name: str, size: int) -> list[float]:
-    action, count = _action(name, size), 3 if size >= PAUSE_BYTES else 15
-    for _ in range(1 if size >= PAUSE_BYTES else 3):
+def _times(action: Callable[[], object], size: int) -> list[float]:
+    count = 5 if size >= LARGE else 25
+    for _ in range(1 if size >= LARGE else 5):
         action()
-    found = []
-    for _ in range(count):
-        dist.barrier()
-        start = time.perf_counter()
-        action()
-        found.append(time.perf_counter() - start)
-    return found
+    return [timed(action) for _ in range(count)]
 
 
-def _action(name: str, size: int) -> Callable[[], object]:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def _action(name: str, size: int, wire: Transport) -> Callable[[], object]:
+    ranks, rank = wire.world_size, wire.rank
     memory = torch.zeros(-(-size // 4 // ranks) * ranks)
-    part = torch.zeros(memory.numel() // ranks)
     if name == "all-reduce":
         return lambda: dist.all_reduce(memory)
-    if name == "reduce-scatter":
-        return lambda: dist.reduce_scatter(part, list(memory.chunk(ranks)))
-    if name == "all-gather":
-        return lambda: dist.all_gather(list(memory.chunk(ranks)), part)
-    return lambda: _pass_on(memory, rank, ranks)
+    if name == "message":
+        return lambda: _pass_on(memory, rank, ranks)
+    parts = memory.chunk(ranks)
+    rooms = [torch.zeros_like(parts[0]) for _ in range(ranks)]
+    if name == "to owners":
+        return lambda: _to_owners(parts, rooms, wire)
+    return lambda: _all_at_once([parts[rank]] * ranks, rooms, wire)
+
+
+def _to_owners(parts: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor], wire: Transport) -> None:
+    """Every rank sums the others' parts of what it owns."""
+    for source in _all_at_once(parts, rooms, wire):
+        parts[wire.rank].add_(rooms[source])
+
+
+def _all_at_once(parts: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor], wire: Transport) -> list[int]:
+    """Send every other rank its part and receive its own; returns the others."""
+    others = [rank for rank in range(wire.world_size) if rank != wire.rank]
+    receives = [wire.start_receive(rooms[rank], rank) for rank in others]
+    sends = [wire.start_send(parts[rank], rank) for rank in others]
+    for flight in (*receives, *sends):
+        flight.wait()
+    return others
 
 
 def _pass_on(memory: torch.Tensor, rank: int, ranks: int) -> None:
@@ -239,7 +256,7 @@ def points_on(hosts: Sequence[Host], most: int) -> list[Point]:
     return [
         Point(name, len(hosts), size, value)
         for name, row in zip(OPERATIONS, seconds, strict=True)
-        for size, value in zip(sizes_up_to(most), row, strict=True)
+        for size, value in zip(sizes_up_to(most, len(hosts)), row, strict=True)
     ]
 
 
@@ -249,7 +266,10 @@ def points_on(hosts: Sequence[Host], most: int) -> list[Point]:
 def render(network: str, found: Sequence[Fit]) -> str:
     """Return the fits as a Markdown table."""
     header = ["operation", "model", "alpha us", "MB/s", "fitted", "held out", "error, median", "error, worst"]
-    return f"## {network}\n\n{markdown(header, [_cells(each) for each in found])}\n"
+    table = markdown(header, [_cells(each) for each in found])
+    best = found[-1]
+    options = f"--bandwidth {best.network.bandwidth / 1e9:.3g} --latency {1e6 * best.alpha:.0f}"
+    return f"## {network}\n\n{table}\n\nFor `zerostep plan`: `{options} --error {100 * best.median_error:.0f}`\n"
 
 
 def _cells(found: Fit) -> list[str]:

@@ -23,7 +23,7 @@ from benchmarks.network import Host, NetworkError, loopback, obstacle, shaped
 from benchmarks.peers.entries import ALWAYS, BOUND, ENTRIES, PLAIN, SIZES, WIRE, entries_of
 from benchmarks.picture import draw
 from benchmarks.sharded_bars import NAMES, verdicts
-from benchmarks.timing import Timing, markdown, spread_cells
+from benchmarks.timing import Timing, another_run, markdown, spread_cells
 from benchmarks.workloads import WORKLOADS
 
 START_SECONDS = 120
@@ -126,7 +126,7 @@ def _bounds(result: Mapping[str, Any]) -> list[str]:
 
 
 def _table(result: Mapping[str, Any]) -> str:
-    header = ["entry", "rounds", "median ms", "quartiles ms", f"/ {PLAIN.name}", "by round", "sent / P"]
+    header = ["entry", "rounds", "median ms", "quartiles ms", f"/ {PLAIN.name}", "another run", "sent / P"]
     header += ["calls / step", "state / even share", "peak MiB", "lost", "numbers"]
     keys = [entry.key for entry in (*ENTRIES, *SIZES)]
     rows = [_row(key, result) for key in keys if key in result["seconds"]]
@@ -143,14 +143,13 @@ def _row(key: str, result: Mapping[str, Any]) -> list[str]:
     spread = [str(len(timing.seconds)), *spread_cells(timing)]
     amounts = [sent, _called(result.get("calls", {}).get(key)), f"{state:.3f}", _mebibytes(result, key)]
     behaviour = [_lost(key, result), _numbers(result["difference"].get(key))]
-    ratios = [f"{timing.median / plain.median:.3f}", _by_round(timing, plain)]
+    ratios = [f"{timing.median / plain.median:.3f}", _another_run(timing, plain)]
     return [NAMES[key], *spread, *ratios, *amounts, *behaviour]
 
 
-def _by_round(timing: Timing, plain: Timing) -> str:
-    """The lowest and the highest ratio of any round: where another run's ratio may lie."""
-    ratios = [mine / theirs for mine, theirs in zip(timing.seconds, plain.seconds, strict=False)]
-    return f"{min(ratios):.3f} - {max(ratios):.3f}"
+def _another_run(timing: Timing, plain: Timing) -> str:
+    found = another_run(timing, plain)
+    return "unknown" if found is None else f"{found[0]:.3f} - {found[1]:.3f}"
 
 
 def _called(calls: Mapping[str, int] | None) -> str:

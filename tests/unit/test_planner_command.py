@@ -109,6 +109,7 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (("--model", "gpt2", "--flops", "5"), "add --bandwidth"),
         (("--model", "gpt2", "--bandwidth", "0", "--flops", "1"), "--bandwidth must be a positive number, not 0"),
         (("--model", "gpt2", "--bandwidth", "1", "--flops", "1", "--latency", "-1"), "--latency"),
+        (("--model", "gpt2", "--bandwidth", "1", "--flops", "1", "--error", "100"), "--error must be at least 0"),
         (("--model", "gpt2", "--plot", "out.gif"), "out.gif is neither .png nor .svg"),
         (("--model", "gpt2", "--plot", "nowhere/out.png"), "cannot be written"),
     ],

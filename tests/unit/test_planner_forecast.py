@@ -80,3 +80,14 @@ def test_a_mesh_makes_short_rings() -> None:
     flat = step_time(Strategy.SHARDED, TRAFFIC, FAST, NET, 1024, 1024)
     mesh = step_time(Strategy.SHARDED, TRAFFIC, FAST, NET, 1024, 32)
     assert mesh.exposed < flat.exposed / 4
+
+
+def test_an_error_of_the_model_is_an_interval_of_the_forecast() -> None:
+    off = Network(NET.bandwidth, NET.latency, error=0.25)
+    for strategy in Strategy:
+        sure, found = (step_time(strategy, TRAFFIC, FAST, network, 4, 4) for network in (NET, off))
+        assert sure.least == sure.exposed == sure.most == found.exposed
+        assert found.least == pytest.approx(0.75 * found.exposed, rel=1e-6)  # nothing to hide behind
+        assert found.most == pytest.approx(1.25 * found.exposed, rel=1e-6)
+    hidden = step_time(Strategy.SHARDED, TRAFFIC, Compute(flops=1e9, tokens=1), NET.slower(2), 4, 4)
+    assert hidden.exposed > step_time(Strategy.SHARDED, TRAFFIC, Compute(flops=1e9, tokens=1), NET, 4, 4).exposed

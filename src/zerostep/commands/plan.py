@@ -65,6 +65,7 @@ _Place = Annotated[_Device, typer.Option(help="Where parameters lie.")]
 _When = Annotated[_Gather, typer.Option(help="Where new parameters are waited for, in the forecast.")]
 _Bandwidth = Annotated[float | None, typer.Option(help="GB/s that a rank sends: forecast the step time.")]
 _Latency = Annotated[float, typer.Option(help="Microseconds that each message costs beside its bytes.")]
+_Error = Annotated[float, typer.Option(help="Percent by which times of collectives may be off.")]
 _Flops = Annotated[float | None, typer.Option(help="FLOP/s that a rank achieves, such as 400e12.")]
 _Tokens = Annotated[int, typer.Option(help="Tokens of one rank's batch.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
@@ -90,6 +91,7 @@ def plan(  # noqa: PLR0913
     gather: _When = _Gather.STEP,
     bandwidth: _Bandwidth = None,
     latency: _Latency = 5.0,
+    error: _Error = 20.0,
     flops: _Flops = None,
     tokens: _Tokens = 4096,
     as_json: _Json = False,
@@ -118,7 +120,7 @@ def plan(  # noqa: PLR0913
         not shard_gradients,
         bucket_view,
     )
-    wanted = _forecast_inputs(bandwidth, latency, flops, tokens)
+    wanted = _forecast_inputs(bandwidth, latency, error, flops, tokens)
     if plot is not None:
         check_path(plot)
     found = compare(request)
@@ -160,7 +162,7 @@ def _rule(name: str, options: list[str] | None, prefix: str = "") -> Any:
     return Rule(optimizer_class(name, f"--{prefix}optimizer"), parse_options(options or [], f"--{prefix}option"))
 
 
-def _forecast_inputs(bandwidth: float | None, latency: float, flops: float | None, tokens: int) -> Any:
+def _forecast_inputs(bandwidth: float | None, latency: float, error: float, flops: float | None, tokens: int) -> Any:
     from zerostep.planner.errors import PlanError
     from zerostep.planner.forecast import Compute, Network
 
@@ -174,7 +176,9 @@ def _forecast_inputs(bandwidth: float | None, latency: float, flops: float | Non
             raise PlanError(f"{name} must be a positive number, not {value:g}")
     if not 0 <= latency < math.inf:
         raise PlanError(f"--latency must be zero or more microseconds, not {latency:g}")
-    return Compute(flops, tokens), Network(bandwidth * 1e9, latency * 1e-6)
+    if not 0 <= error < 100:
+        raise PlanError(f"--error must be at least 0 and less than 100 percent, not {error:g}")
+    return Compute(flops, tokens), Network(bandwidth * 1e9, latency * 1e-6, error / 100)
 
 
 def _show(found: Comparison, wanted: Any, as_json: bool) -> None:

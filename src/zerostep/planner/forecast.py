@@ -4,7 +4,8 @@ A collective over `n` ranks is a ring: each of its messages pays the latency *al
 over the bandwidth. An all-reduce may be a tree instead. Buckets travel one after the other, each as soon as backward
 has made it; what has not arrived when backward ends is exposed. Computing takes six floating-point operations for each
 parameter and token, two of them in forward. Neither the update nor the reading of memory is counted, and all links are
-equally fast.
+equally fast. By how much the model misses measured times of collectives is part of the network; what that makes of a
+step is its least and its most.
 """
 
 from __future__ import annotations
@@ -44,10 +45,18 @@ class Strategy(Enum):
 
 @dataclass(frozen=True)
 class Network:
-    """`bandwidth` in bytes per second that a rank sends and receives at once; `latency` in seconds per message."""
+    """`bandwidth` in bytes per second that a rank sends and receives at once; `latency` in seconds per message.
+
+    `error` is the part of a collective's time by which the model may be off.
+    """
 
     bandwidth: float
     latency: float
+    error: float = 0.0
+
+    def slower(self, factor: float) -> Network:
+        """The network on which everything takes `factor` times as long."""
+        return Network(self.bandwidth / factor, self.latency * factor, self.error)
 
 
 @dataclass(frozen=True)
@@ -83,10 +92,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: those that compute, and those that wait for the network."""
+    """Seconds of a step: those that compute, and those that wait for the network.
+
+    `least` and `most` are the latter where the model is off by as much as it may.
+    """
 
     compute: float
     exposed: float
+    least: float
+    most: float
 
     @property
     def total(self) -> float:
@@ -152,8 +166,12 @@ def step_time(
 ) -> StepTime:
     """One step of one strategy on `ranks` ranks, of which `shards` divide one copy."""
     forward, backward = compute.forward(traffic.elements), compute.backward(traffic.elements)
-    exposed = _exposed(strategy, traffic, (forward, backward), network, (ranks, shards), gather)
-    return StepTime(forward + backward, exposed)
+    error = network.error
+    waits = (
+        _exposed(strategy, traffic, (forward, backward), network.slower(factor), (ranks, shards), gather)
+        for factor in (1, 1 - error, 1 + error)
+    )
+    return StepTime(forward + backward, *waits)
 
 
 def _exposed(

@@ -156,18 +156,25 @@ def _notes(found: Comparison) -> list[str]:
 
 def _time_table(found: Comparison, times: Forecast, box: Any) -> Table:
     names = [row.strategy.value for row in found.rows]
-    table = _table("milliseconds per step, and how many of them wait for the network", ("ranks", *names), box)
+    title = "milliseconds per step; how many of them wait for the network, and their error bar"
+    table = _table(title, ("ranks", *names), box)
     for count, by_strategy in times.times.items():
-        cells = [f"{1e3 * time.total:,.0f} ({1e3 * time.exposed:,.0f})" for time in by_strategy.values()]
+        cells = [_time_cell(time) for time in by_strategy.values()]
         table.add_row(f"{count:,}", *cells)
     return table
+
+
+def _time_cell(time: StepTime) -> str:
+    total, exposed, least, most = (f"{1e3 * part:,.0f}" for part in (time.total, time.exposed, time.least, time.most))
+    return f"{total} ({exposed}; {least} - {most})"
 
 
 def _time_notes(times: Forecast) -> list[str]:
     network, compute = times.network, times.compute
     return [
         f"a ring model: {network.bandwidth / 1e9:g} GB/s and {network.latency * 1e6:g} us for each message, "
-        f"{compute.flops / 1e12:g} TFLOP/s, {compute.tokens:,} tokens per rank",
+        f"{compute.flops / 1e12:g} TFLOP/s, {compute.tokens:,} tokens per rank;",
+        f"the time of a collective may be off by {network.error:.0%}",
     ]
 
 
