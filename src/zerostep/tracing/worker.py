@@ -90,8 +90,8 @@ class StepCounter:
         self._in_backward = True
 
     def _start(self) -> None:
-        # What is inside backward is updated and sent by a thread that was there before the profile. Elsewhere one thread
-        # is enough, and messages that outlive the profile must not be in it.
+        # What is inside backward is updated and sent by a thread that was there before the profile. Elsewhere one
+        # thread is enough, and messages that outlive the profile must not be in it.
         everywhere = _ExperimentalConfig(profile_all_threads=self._in_backward is not None)
         self._profile = profile(activities=_activities(), experimental_config=everywhere)
         self._profile.start()
