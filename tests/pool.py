@@ -286,16 +286,16 @@ class Crew:
         """
         pending: dict[Any, int] = {self.workers[rank].connection: rank for rank in ranks}
         answers: dict[int, Answer] = {}
-        end = time.monotonic() + START
+        failed, end = False, time.monotonic() + START
         while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
             for connection in ready:
                 answer = self.workers[pending[connection]].receive()
-                if not answer.begins:
-                    answers[pending.pop(connection)] = answer
-                if any(each.error is not None for each in answers.values()):
-                    end = min(end, time.monotonic() + grace)
-                elif answer.begins:
-                    end = time.monotonic() + deadline
+                if answer.begins:
+                    end = time.monotonic() + (min(deadline, grace) if failed else deadline)
+                    continue
+                answers[pending.pop(connection)] = answer
+                if answer.error is not None:
+                    failed, end = True, min(end, time.monotonic() + grace)
         return answers
 
     def results(self, ranks: Ranks, deadline: float) -> list[Any]:

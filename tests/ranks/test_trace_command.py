@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.documents import blocks_of, commands_of
 from zerostep import cli
 
 ROOT = Path(__file__).parents[2]
@@ -39,19 +41,37 @@ def script(folder: Path, body: str) -> str:
     return str(path)
 
 
+def documented() -> list[tuple[str, ...]]:
+    """The commands of docs/tracing.md, without `zerostep trace`."""
+    blocks = [block for block in blocks_of(ROOT / "docs" / "tracing.md") if block.kind == "sh"]
+    return [command.words[2:] for block in blocks for command in commands_of(block)]
+
+
+def profiled(path: Path) -> None:
+    """What torch's profiler writes of two steps."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.profiler.profile() as found:
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    found.export_chrome_trace(str(path))
+
+
 def test_an_example_on_two_ranks(tmp_path: Path) -> None:
-    outputs = ["--out", "step.svg", "--out", "step.png", "--chrome", "step.json"]
-    code, printed, errors = run(tmp_path, str(ROOT / "examples" / "gather_forward.py"), "--step", "4", *outputs)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
+    code, printed, errors = run(tmp_path, *documented()[0], "--chrome", "step.json")
     assert (code, errors) == (0, ""), errors
-    assert "step 4: step.svg, step.png, step.json" in printed
+    assert "step 10: docs/pictures/step.svg, docs/pictures/step.png, step.json" in printed
     rows = [list(map(float, line.split())) for line in printed.splitlines() if re.fullmatch(r" *\d[\d. ]+", line)]
     assert [row[0] for row in rows] == [0, 1]
     for _, step, forward, backward, update, exposed, *phases in rows:
         assert min(forward, backward, update) > 0
         assert forward + backward + update < step + 0.05
         assert 0 <= exposed <= sum(phases) + 0.05
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    picture = (tmp_path / "step.svg").read_text()
+    assert (tmp_path / "docs" / "pictures" / "step.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "docs" / "pictures" / "step.svg").read_text()
     buckets = set(re.findall(r"<!-- (bucket \d+) -->", picture))
     assert len(buckets) > 3
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -60,6 +80,19 @@ def test_an_example_on_two_ranks(tmp_path: Path) -> None:
         flights = {event["name"] for event in mine if event["ph"] == "b"}
         assert flights == {f"{phase} {bucket}" for phase in ("reduce", "gather") for bucket in buckets}
         assert {f"zerostep/reduce {bucket} wait" for bucket in buckets} <= {event["name"] for event in mine}
+
+
+def test_the_other_commands_of_the_page(tmp_path: Path) -> None:
+    script(tmp_path, "for _ in range(25): step()\n")
+    for rank in range(2):
+        profiled(tmp_path / f"rank{rank}.json")
+    commands = documented()[1:]
+    assert len(commands) == 3
+    for command in commands:
+        code, printed, errors = run(tmp_path, *command)
+        assert (code, errors) == (0, ""), errors
+        assert re.search(r"^step \d+: ", printed, re.MULTILINE)
+    assert {"trace.svg", "step.svg", "step.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("step", [4, 30])
@@ -90,8 +123,6 @@ def test_a_script_that_ends_too_soon_and_its_arguments(tmp_path: Path) -> None:
     code, _, errors = run(tmp_path, path, "--lr", "0.5", "--ranks", "1", "--step", "9")
     assert code == 2
     assert errors == "zerostep: train.py ended after 3 optimizer steps: choose --step 3 or less\n"
-    assert run(tmp_path, path, "--lr", "0.5", "--ranks", "1", "--step", "3")[0] == 0
-    assert (tmp_path / "trace.svg").exists()
 
 
 def test_a_rank_that_fails(tmp_path: Path) -> None:

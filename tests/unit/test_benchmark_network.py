@@ -10,9 +10,11 @@ import pytest
 from benchmarks.network import NetworkError, obstacle, shaped
 
 ROOT = Path(__file__).parents[2]
+# A shell that starts its commands in the background has them ignore SIGINT, and so would this one.
 LINGER = """
-import time
+import signal, time
 from benchmarks.network import shaped
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with shaped(2, "1gbit"):
     print("laid", flush=True)
     time.sleep(60)

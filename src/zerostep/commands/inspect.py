@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -69,7 +69,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> int:
     """Show what is inside a checkpoint, which ranks hold what, and whether it is intact."""
-    contents = _contents(Path(os.path.abspath(checkpoint)), check)
+    contents = _contents(checkpoint, check)
     if as_json:
         typer.echo(json.dumps(asdict(contents), indent=2))
     else:
@@ -125,24 +125,23 @@ def _state(path: Path, manifest: Manifest) -> dict[str, int]:
 
 
 def _print(contents: Contents, console: Console) -> None:
-    console.print(f"{contents.path}: step {contents.step}, {contents.world_size} ranks, {contents.created}")
+    say = partial(console.print, soft_wrap=True)
+    say(f"{contents.path}: step {contents.step}, {contents.world_size} ranks, {contents.created}")
     kinds = ", ".join(
         f"{kind} x {count}" if count > 1 else kind for kind, count in Counter(contents.optimizers).items()
     )
     names = "by name" if contents.named else "by position"
-    console.print(f"{contents.parameters:,} parameters of {contents.elements:,} elements, {names}; groups: {kinds}")
+    say(f"{contents.parameters:,} parameters of {contents.elements:,} elements, {names}; groups: {kinds}")
     weights = "not saved" if contents.model_entries is None else f"{contents.model_entries:,} entries of a state dict"
-    console.print(f"model: {weights}; extra: {', '.join(contents.extra) or 'nothing by name'}")
+    say(f"model: {weights}; extra: {', '.join(contents.extra) or 'nothing by name'}")
     for key, size in contents.state.items():
-        console.print(f"state: {key}, {_size(size)}")
+        say(f"state: {key}, {_size(size)}")
     console.print(_table(contents.files, contents.verified))
     troubles = [file.trouble for file in contents.files if file.trouble]
     for trouble in troubles:
-        console.print(trouble, soft_wrap=True)
+        say(trouble)
     if not troubles:
-        console.print(
-            "intact: every file has its checksum" if contents.verified else "complete; checksums not compared"
-        )
+        say("intact: every file has its checksum" if contents.verified else "complete; checksums not compared")
 
 
 def _table(files: Sequence[File], verified: bool) -> Table:
