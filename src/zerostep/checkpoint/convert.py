@@ -63,7 +63,6 @@ def _write(reader: Reader, target: Path, layout: Layout) -> None:
     entries = None if old.model is None else _entries(reader, old.model, layout.world_size)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft.mkdir()
         with claimed(draft):
             files = _write_files(reader, draft, token, layout, entries)
             # Of the time of its original, so that it is not taken for the newest of a series.

@@ -20,7 +20,7 @@ __all__ = ["claimed", "complete_in", "draft_of", "newest", "prune", "publish", "
 
 logger = logging.getLogger("zerostep")
 
-_DRAFT, _DOOMED = ".draft-", ".old-"
+_UNCLAIMED, _DRAFT, _DOOMED = ".new-", ".draft-", ".old-"
 _LEFT = re.compile(r"\..+\.(draft|old)-[0-9a-f]{32}")
 _FILE = re.compile(r"rank-[0-9]+\.safetensors")
 
@@ -32,11 +32,17 @@ def draft_of(path: Path, token: str) -> Path:
 
 @contextmanager
 def claimed(draft: Path) -> Iterator[None]:
-    """Inside, the draft has an owner. The system takes the claim back when the process ends, however it ends."""
-    handle = os.open(draft, os.O_RDONLY)
+    """Make a draft, which inside has an owner. The system takes the claim back when the process ends, however it ends.
+
+    It gets its name when it is claimed: a draft without an owner is anyone's to remove.
+    """
+    unclaimed = draft.with_name(draft.name.replace(_DRAFT, _UNCLAIMED))
+    unclaimed.mkdir()
+    handle = os.open(unclaimed, os.O_RDONLY)
     try:
         with suppress(OSError):  # where directories cannot be locked, every draft counts as claimed
             fcntl.flock(handle, fcntl.LOCK_EX)
+        unclaimed.rename(draft)
         yield
     finally:
         os.close(handle)

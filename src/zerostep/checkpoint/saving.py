@@ -210,7 +210,7 @@ def _write(lane: Transport, draft: _Draft, extras: list[str]) -> None:
         try:
             with agreed(lane), _telling_of(draft.path):
                 if lane.rank == 0:
-                    _make_room(draft.path, place)
+                    _make_room(draft.path)
                     claim.enter_context(claimed(place))
             written = _at_one_s_own_pace(lane, lambda: _write_own(draft, place, token))
             with agreed(lane), _telling_of(draft.path):
@@ -270,14 +270,13 @@ def _token(lane: Transport) -> str:
     return f"{row[0]:016x}{row[1]:016x}"
 
 
-def _make_room(path: Path, place: Path) -> None:
+def _make_room(path: Path) -> None:
     if os.path.lexists(path):
         raise CheckpointError(_taken(path))
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     for parent in missing:
         sync_directory(parent.parent)
-    place.mkdir()
 
 
 def _write_own(draft: _Draft, place: Path, token: str) -> FileRecord | None:
