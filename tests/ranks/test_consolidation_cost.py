@@ -19,7 +19,8 @@ from torch import Tensor
 from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.transport import _TAG_DATA, Flight, Transport
+from zerostep.transport import Flight, Transport
+from zerostep.transport.group import TAG_DATA
 from zerostep.zero import _broadcast_object
 
 MIB = 1 << 20
@@ -78,12 +79,12 @@ class _Counted:
     sent: Counter[int] = field(default_factory=Counter)
     calls: int = 0
 
-    def start_send(self, memory: Tensor, to: int, tag: int = _TAG_DATA) -> Flight:
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Flight:
         self.calls += 1
         self.sent[to] += memory.nbytes
         return self.inner.start_send(memory, to, tag)
 
-    def start_receive(self, memory: Tensor, source: int, tag: int = _TAG_DATA) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Flight:
         self.calls += 1
         self.received[source] += memory.nbytes
         return self.inner.start_receive(memory, source, tag)

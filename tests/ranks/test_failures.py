@@ -16,7 +16,8 @@ from torch.optim import SGD, Adam, Optimizer
 from tests.pool import OFFSET, Outcome, Pool, Ranks, run_fresh
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.transport import _TAG_DATA, GroupTransport
+from zerostep.transport import GroupTransport
+from zerostep.transport.group import TAG_DATA
 
 MODES = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 SHAPES = [(4, 3), (5,), (2, 2), (7,), (3,)]
@@ -300,7 +301,7 @@ def _die_in_message(zero: ZeroRedundancyOptimizer, number: int) -> None:
     """End this process when it is about to send its message `number` of a step."""
     send, count = GroupTransport.start_send, 0
 
-    def dying(self: GroupTransport, memory: Tensor, to: int, tag: int = _TAG_DATA) -> Any:
+    def dying(self: GroupTransport, memory: Tensor, to: int, tag: int = TAG_DATA) -> Any:
         nonlocal count
         count += 1
         if count == number:

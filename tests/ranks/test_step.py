@@ -21,7 +21,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 from tests.pool import OFFSET, Pool, Ranks
 from tests.reference import Batch, assert_same_bits, assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.transport import _TAG_DATA
+from zerostep.transport.group import TAG_DATA
 
 MODES = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 SEVERAL = pytest.mark.parametrize("world", [2, 3, 4, OFFSET], ids=str)
@@ -342,7 +342,7 @@ class Traffic:
         isend = dist.isend
 
         def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs["tag"] == _TAG_DATA:
+            if kwargs["tag"] == TAG_DATA:
                 self.data.append((kwargs["group_dst"], tensor.nbytes))
             else:
                 self.words.append(tensor.nbytes)

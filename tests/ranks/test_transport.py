@@ -19,7 +19,6 @@ from zerostep.buffers import make_parcels
 from zerostep.layout import ParamSpec
 from zerostep.partition import plan
 from zerostep.transport import (
-    _TAG_DATA,
     CompanionTransport,
     GroupTransport,
     NullTransport,
@@ -28,6 +27,7 @@ from zerostep.transport import (
     TransportError,
     connect,
 )
+from zerostep.transport.group import TAG_DATA
 
 World = int | tuple[int, ...]
 
@@ -246,12 +246,12 @@ class _Counting:
     started: int = 0
     sent: int = 0
 
-    def start_send(self, memory: Tensor, to: int, tag: int = _TAG_DATA) -> Any:
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Any:
         self._count(memory)
         self.sent += 1
         return self.inner.start_send(memory, to, tag)
 
-    def start_receive(self, memory: Tensor, source: int, tag: int = _TAG_DATA) -> Any:
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Any:
         self._count(memory)
         return self.inner.start_receive(memory, source, tag)
 
