@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -33,12 +33,13 @@ from zerostep.checkpoint.restore import validate
 from zerostep.checkpoint.shares import Saved, WholeState
 from zerostep.checkpoint.state_dicts import StateDict, pack_groups
 from zerostep.checkpoint.subject import Subject
+from zerostep.divided import DividedOptimizer
 from zerostep.engine import Engine
 from zerostep.gathering import ForwardHooks
 from zerostep.groups import Group, all_params, normalise, options, refuse_sparse
 from zerostep.inners import InnerOptimizers, OptimizerClass, class_of, own_options
 from zerostep.integrations.expected import Recipe
-from zerostep.integrations.refusal import ADVICE, refuse_dcp
+from zerostep.integrations.refusal import refuse_dcp
 from zerostep.mesh import Ranks, resolve
 from zerostep.objects import gather_object
 from zerostep.stats import Clock, Stats
@@ -53,7 +54,7 @@ logger = logging.getLogger("zerostep")
 _PROVED_STEPS = 10
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class ShardedOptimizer(DividedOptimizer):
     """An optimizer whose gradients and state are divided among the ranks of a process group.
 
     Arguments:
@@ -108,7 +109,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._blueprint = Blueprint(optimizer_class, defaults, settings, order)
         self._clock, self._steps = Clock(), 0
         self._broken: str | None = None
-        self._consolidated: list[Any] = []
+        self._all_state_dicts = []
         self._events: Events | None = None
         self._contexts = 0
         self._has_state = False
@@ -429,76 +430,35 @@ class ShardedOptimizer(Optimizer, Joinable):
     def state(self, value: Any) -> None:
         pass  # torch sets an empty one before anything exists
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`."""
-        self._check_usable()
-        if not isinstance(to, int) or not 0 <= to < self.world_size:
-            raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
-        self._consolidated = []
-        self._consolidated = gather_object(self._ranks.shards, lambda: ready_to_travel(self._states.shares()), to)
+    def _collected(self, to: int) -> list[Any]:
+        found: list[Any] = gather_object(self._ranks.shards, lambda: ready_to_travel(self._states.shares()), to)
+        return found
 
-    def release_state_dict(self) -> None:
-        """Free the consolidated state that this rank may hold."""
-        self._consolidated = []
-
-    def state_dict(self) -> StateDict:
-        """The whole state in `torch.optim`'s own format, on the recipient of the latest consolidation.
-
-        Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
-        """
-        refuse_dcp("ShardedOptimizer")
-        self._check_usable()
-        if not self._consolidated and self._has_state:
-            raise RuntimeError(
-                f"the optimizer state has not been consolidated on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {ADVICE}"
-            )
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+    def _whole(self) -> StateDict:
         groups = [
             {k: v for k, v in group.items() if k != "optimizer_class"} for group in pack_groups(self.param_groups)
         ]
-        found = {"state": assemble(self._consolidated, self._running.params), "param_groups": groups}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, found)
-            found = found if replaced is None else replaced
-        return found
+        return {"state": assemble(self._all_state_dicts, self._running.params), "param_groups": groups}
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's fragments of a full state dict, whatever optimizer or world size it comes from.
-
-        Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was.
-        """
-        found = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, found)
-            found = found if replaced is None else replaced
+    def _take(self, state_dict: StateDict) -> None:
         kinds = [self._inners.of(group) for group in range(len(self.param_groups))]
-        numbers = validate(found, self.param_groups, kinds, {})
-        saved = {numbers[key]: dict(entry) for key, entry in found["state"].items() if key in numbers}
-        chosen = [options(dict(group)) for group in found["param_groups"]]
+        numbers = validate(state_dict, self.param_groups, kinds, {})
+        saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
+        chosen = [options(dict(group)) for group in state_dict["param_groups"]]
         self._running.recover()
         params = self._running.params
         self._states.load({number: WholeState(entry, params[number]) for number, entry in saved.items()}, chosen)
         self._loaded(saved, chosen)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _loaded(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
         """All state and options are new."""
         if self._running.witness is not None:
             self._running.witness.load(saved, chosen)
         self._inners.pull(self.param_groups)
-        self._has_state, self._consolidated, self._broken = bool(saved), [], None
-
-    def _spoil(self, story: str) -> None:
-        self._broken = story
+        self._has_state, self._all_state_dicts, self._broken = bool(saved), [], None
 
     def _checkpoint_subject(self) -> Subject:
-        if self._join_config.enable:
-            raise RuntimeError(
-                "inside Join some ranks may have no inputs left, and would not come: save or load outside"
-            )
+        self._refuse_joining()
         return Subject(
             everyone=self._ranks.everyone,
             rank=self.rank,
@@ -554,11 +514,6 @@ class ShardedOptimizer(Optimizer, Joinable):
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
         return self._running.params[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of this optimizer."""
-        return self.process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored.
@@ -627,12 +582,6 @@ class ShardedOptimizer(Optimizer, Joinable):
             bytes_sent=sent,
             bytes_received=received,
             wait_seconds=dict(self._clock.waited),
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a ShardedOptimizer cannot be copied or pickled: it belongs to a process group and to this rank's "
-            "parameters. Build a new one and pass state_dict() to its load_state_dict()"
         )
 
 

@@ -29,10 +29,11 @@ from zerostep.checkpoint.restore import commit, local_part, validate
 from zerostep.checkpoint.shares import MASTER, Saved, Share, flat_like
 from zerostep.checkpoint.state_dicts import StateDict, collect, local_shard, merge
 from zerostep.checkpoint.subject import Subject
+from zerostep.divided import DividedOptimizer
 from zerostep.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.inside import InsideBackward
 from zerostep.integrations.expected import Recipe
-from zerostep.integrations.refusal import ADVICE, refuse_dcp
+from zerostep.integrations.refusal import refuse_dcp
 from zerostep.join import ShadowHook, UnevenInputs
 from zerostep.layout import Span
 from zerostep.objects import broadcast_object
@@ -47,7 +48,7 @@ logger = logging.getLogger("zerostep")
 _UPDATED, _FAILED = 0, 1
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(DividedOptimizer):
     """An optimizer whose state is divided among the ranks of a process group, a whole parameter to each owner.
 
     Arguments:
@@ -85,7 +86,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
         self._optimizer_class, self._class_options = optimizer_class, defaults
-        self._all_state_dicts: list[StateDict] = []
+        self._all_state_dicts = []
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
         self._parcels: list[Parcel] = []
@@ -339,41 +340,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`.
-
-        All ranks call it. The copy stays until the next consolidation or `release_state_dict()`.
-        """
-        self._check_usable()
-        if not isinstance(to, int) or not 0 <= to < self.world_size:
-            raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
+    def _collected(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
-        self._all_state_dicts = []
-        self._all_state_dicts = collect(self._transport, self.optim, self._inner_index, to)
+        return collect(self._transport, self.optim, self._inner_index, to)
 
-    def release_state_dict(self) -> None:
-        """Free the consolidated state that this rank may hold."""
-        self._all_state_dicts = []
-
-    def state_dict(self) -> StateDict:
-        """The whole state in `torch.optim`'s own format, on the recipient of the latest consolidation.
-
-        Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
-        """
-        refuse_dcp("ZeroRedundancyOptimizer")
-        self._check_usable()
-        if not self._all_state_dicts and self._has_state:
-            raise RuntimeError(
-                f"the optimizer state has not been consolidated on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {ADVICE}"
-            )
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        found = merge(self._all_state_dicts, self.param_groups)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, found)
-            found = found if replaced is None else replaced
-        return found
+    def _whole(self) -> StateDict:
+        return merge(self._all_state_dicts, self.param_groups)
 
     def local_state_dict(self) -> StateDict:
         """This rank's part of the state, as a copy in host memory; local, like `state_dict`.
@@ -385,38 +357,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.param_groups, self.optim.param_groups)
         return local_shard(self.optim, self._inner_index, self.param_groups, self.rank, self.world_size)
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take this rank's part of a full state dict, whatever optimizer or world size it comes from.
-
-        Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was. The
-        argument is neither changed nor shared.
-        """
-        found = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, found)
-            found = found if replaced is None else replaced
-        numbers = validate(found, self.param_groups, [self.optim] * len(self.param_groups), self.state)
-        if found["state"] or self._has_state:
+    def _take(self, state_dict: StateDict) -> None:
+        numbers = validate(state_dict, self.param_groups, [self.optim] * len(self.param_groups), self.state)
+        if state_dict["state"] or self._has_state:
             index_of = self._inner_index
             owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
-            commit(self.optim, local_part(found, numbers, owned))
+            commit(self.optim, local_part(state_dict, numbers, owned))
         else:
             # Some launchers load what state_dict() gave before the first step; some optimizers start with state.
-            copy_options(deepcopy([options(group) for group in found["param_groups"]]), self.optim.param_groups)
+            copy_options(deepcopy([options(group) for group in state_dict["param_groups"]]), self.optim.param_groups)
         copy_options(self.optim.param_groups, self.param_groups)
-        self._has_state = bool(found["state"])
-        self._all_state_dicts, self._broken = [], None
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _spoil(self, story: str) -> None:
-        self._broken = story
+        self._has_state = bool(state_dict["state"])
 
     def _checkpoint_subject(self) -> Subject:
-        if self._join_config.enable:
-            raise RuntimeError(
-                "inside Join some ranks may have no inputs left, and would not come: save or load outside"
-            )
+        self._refuse_joining()
         return Subject(
             everyone=self._transport,
             rank=self.rank,
@@ -477,23 +431,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         return apply
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a ZeroRedundancyOptimizer cannot be copied or pickled: it belongs to a process group and to this rank's "
-            "parameters. Build a new one and pass state_dict() to its load_state_dict()"
-        )
-
     # ------------------------------------------------------------------ uneven inputs
 
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
         return self._owners.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of this optimizer."""
-        return self.process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
