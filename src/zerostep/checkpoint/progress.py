@@ -23,7 +23,7 @@ def progress(title: str, total: int, rank: int = 0) -> Iterator[Callable[[int], 
     except ImportError:
         yield lambda count: None
         return
-    columns = TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)
