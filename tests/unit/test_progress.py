@@ -4,7 +4,6 @@ import io
 import os
 import pty
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,30 +13,27 @@ LONG = 64 << 20
 TITLE = "saving a{b}[red]"  # names are the user's
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    """A terminal for errors, and what is on it."""
+def shown(monkeypatch: pytest.MonkeyPatch, total: int, rank: int = 0) -> str:
+    """What a terminal gets to see."""
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
     with open(theirs, "w") as terminal, open(ours, "rb", buffering=0) as screen:
         monkeypatch.setattr(sys, "stderr", terminal)
-        os.set_blocking(ours, False)
-        yield lambda: (screen.read(1 << 16) or b"").decode()
+        with progress(TITLE, total, rank) as advance:
+            advance(total)
+        return (screen.read(1 << 16) or b"").decode()
 
 
-def test_a_bar_has_a_title_and_bytes(shown: Callable[[], str]) -> None:
-    with progress(TITLE, LONG) as advance:
-        advance(LONG)
-    text = shown()
+def test_a_bar_has_a_title_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, LONG)
     assert TITLE in text
     assert "67.1/67.1 MB" in text
 
 
 @pytest.mark.parametrize(("total", "rank"), [(LONG - 1, 0), (LONG, 1)])
-def test_what_is_short_and_other_ranks_have_none(total: int, rank: int, shown: Callable[[], str]) -> None:
-    with progress(TITLE, total, rank) as advance:
-        advance(total)
-    assert shown() == ""
+def test_what_is_short_and_other_ranks_have_none(total: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, total, rank) == ""
 
 
 def test_there_is_none_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
