@@ -10,6 +10,7 @@ import pytest
 from zerostep.checkpoint.progress import progress
 
 LONG = 64 << 20
+END = "that was all"
 TITLE = "saving a{b}[red]"  # names are the user's
 
 
@@ -17,12 +18,16 @@ def shown(monkeypatch: pytest.MonkeyPatch, total: int, rank: int = 0) -> str:
     """What a terminal gets to see."""
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
-    os.set_blocking(ours, False)
     with open(theirs, "w") as terminal, open(ours, "rb", buffering=0) as screen:
         monkeypatch.setattr(sys, "stderr", terminal)
         with progress(TITLE, total, rank) as advance:
             advance(total)
-        return (screen.read(1 << 16) or b"").decode()
+        terminal.write(END)
+        terminal.flush()
+        text = ""
+        while not text.endswith(END):
+            text += os.read(screen.fileno(), 1 << 16).decode(errors="replace")
+        return text.removesuffix(END)
 
 
 def test_a_bar_has_a_title_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
