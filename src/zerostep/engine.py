@@ -310,8 +310,11 @@ class Engine:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         exchanges = {id(exchange): exchange for exchange in [*self._exchange_for.values(), self._control]}
-        found = list(exchanges.values())
-        return sum(exchange.bytes_sent for exchange in found), sum(exchange.bytes_received for exchange in found)
+        found, across = list(exchanges.values()), self._across.bytes_moved
+        return (
+            across + sum(exchange.bytes_sent for exchange in found),
+            across + sum(exchange.bytes_received for exchange in found),
+        )
 
     def finish(self) -> None:
         """Have all sums of this step."""

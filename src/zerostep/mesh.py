@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerostep.transport import NullTransport, Transport, connect
 
-__all__ = ["Ranks", "resolve"]
+__all__ = ["Across", "Ranks", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,27 @@ class Ranks:
     replicas: Transport
     group: dist.ProcessGroup | None
 
-    def across(self, device: torch.device) -> _Across:
+    def across(self, device: torch.device) -> Across:
         """How this rank's part of a sum becomes the sum over all replicas; a collective."""
         if isinstance(self.replicas, NullTransport) or self.replicas.stream_ordered(device):
-            return _Across(self.replicas, staged=False)
-        return _Across(self.replicas.companion(), staged=True)
+            return Across(self.replicas, staged=False)
+        return Across(self.replicas.companion(), staged=True)
 
 
-@dataclass(frozen=True)
-class _Across:
+@dataclass
+class Across:
+    """The sum over all replicas. `bytes_moved` counts what a ring would send, and receive."""
+
     transport: Transport
     staged: bool
+    bytes_moved: int = 0
 
     def __call__(self, part: Tensor) -> Tensor:
+        """Sum this rank's part with those of the other copies."""
         if isinstance(self.transport, NullTransport) or not part.numel():
             return part
+        copies = self.transport.world_size
+        self.bytes_moved += 2 * (copies - 1) * part.nbytes // copies
         memory = part.cpu() if self.staged else part
         self.transport.start_all_reduce(memory).wait()
         return memory.to(part.device)

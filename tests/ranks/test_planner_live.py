@@ -1,7 +1,7 @@
 """What the planner predicts, and what live ranks have: state and masters to the byte, everything within two percent."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
@@ -26,6 +27,8 @@ from zerostep.planner.sources import load
 MODEL = f"{__name__}:Gpt"
 WIDTH, WORDS, CONTEXT, LAYERS = 48, 301, 32, 2
 BUCKET_MB = 0.05
+MESH = (2, 2)
+UNEVEN = {("Muon", 2): 0.04}  # the slack of what is not predicted to the byte
 WAYS = {
     "plain": Strategy.DDP,
     "whole": Strategy.WHOLE,
@@ -84,6 +87,7 @@ CASES = {
     "Adafactor": Case(Rule(Adafactor)),
     "Muon": Case(Rule(AdamW), Rule(Muon, {"lr": 0.02})),
     "bf16": Case(Rule(AdamW), dtype=torch.bfloat16, settings={"master_dtype": torch.float32}),
+    "sums in fp32": Case(Rule(AdamW), dtype=torch.bfloat16, settings={"reduce_dtype": torch.float32}),
     "by parameters": Case(Rule(AdamW), settings={"partition": "parameters"}),
 }
 
@@ -91,8 +95,13 @@ CASES = {
 # ---------------------------------------------------------------------- live
 
 
-def _live(group: ProcessGroup, way: str, name: str) -> dict[str, int]:
-    case, model = CASES[name], Gpt().to(CASES[name].dtype)
+def _live_on_a_mesh(group: ProcessGroup, name: str) -> dict[str, int]:
+    return _live(group, "bare", name, process_group=init_device_mesh("cpu", MESH))
+
+
+def _live(group: ProcessGroup, way: str, name: str, **further: Any) -> dict[str, int]:
+    model = Gpt().to(CASES[name].dtype)
+    case = replace(CASES[name], settings={**CASES[name].settings, **further})
     module = model if way == "bare" else DDP(model, process_group=group)
     optimizers = _optimizers(group, way, case, module, model)
     watch = Watch(optimizers[0], way == "bare") if isinstance(optimizers[0], ShardedOptimizer) else None
@@ -212,10 +221,10 @@ def _sent(optimizer: Optimizer) -> int:
 # ---------------------------------------------------------------------- predicted
 
 
-def _request(name: str, world: int) -> Request:
+def _request(name: str, world: int, shards: int | None = None) -> Request:
     case = CASES[name]
     settings = Settings(bucket_mb=BUCKET_MB, **case.settings)
-    return Request(load(MODEL, case.dtype), case.recipe, world, world, settings, "cpu", in_ddp=True)
+    return Request(load(MODEL, case.dtype), case.recipe, world, shards or world, settings, "cpu", in_ddp=True)
 
 
 def _predicted(way: str, name: str, world: int) -> list[Memory]:
@@ -223,12 +232,13 @@ def _predicted(way: str, name: str, world: int) -> list[Memory]:
     return [shares.memory(0 if way == "plain" else rank) for rank in range(world)]
 
 
-def _assert_as_predicted(live: dict[str, int], predicted: Memory, bare: bool) -> None:
+def _assert_as_predicted(live: dict[str, int], predicted: Memory, bare: bool, slack: float = 0.0) -> None:
+    """`slack` is for spare rooms that are left at the end: how many depends on the order in which gradients came."""
     assert live["state"] == predicted.state
     assert live["masters"] == predicted.masters
     assert live["parameters"] == predicted.parameters
     assert live["buffers"] == predicted.buffers
-    assert live["gradients"] == predicted.gradients + predicted.scratch_at_end
+    assert live["gradients"] == pytest.approx(predicted.gradients + predicted.scratch_at_end, rel=slack)
     if bare:  # at the worst moment; gradients do not come in quite the order that the planner takes them to come in
         assert live["under way"] == pytest.approx(predicted.gradients + predicted.scratch, rel=0.25)
     total = sum(live[part] for part in ("state", "masters", "parameters", "gradients", "buffers"))
@@ -257,15 +267,28 @@ def test_the_bytes_on_the_wire_are_those_that_were_predicted(pool: Pool, name: s
     [
         ("bare", "bf16", 2),
         ("bare", "bf16", 4),
+        ("bare", "sums in fp32", 3),
         ("in DDP", "bf16", 2),
         ("bare", "by parameters", 4),
         ("bare", "AdamW", 1),
         ("whole", "AMSGrad", 4),
         ("bare", "AMSGrad", 4),
         ("bare", "Muon", 4),
+        ("bare", "Muon", 2),
     ],
 )
 def test_masters_partitions_and_worlds_as_predicted(pool: Pool, way: str, name: str, world: int) -> None:
     predicted = _predicted(way, name, world)
     for live, expected in zip(pool.run(_live, world, way, name), predicted, strict=True):
-        _assert_as_predicted(live, expected, way == "bare")
+        _assert_as_predicted(live, expected, way == "bare", UNEVEN.get((name, world), 0.0))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_copies_of_shards_as_predicted(pool: Pool, name: str) -> None:
+    request = _request(name, 4, MESH[1])
+    shares = shares_of(request)[Strategy.SHARDED]
+    found = pool.run(_live_on_a_mesh, 4, name)
+    for rank, live in enumerate(found):
+        _assert_as_predicted(live, shares.memory(rank % MESH[1]), bare=True, slack=UNEVEN.get((name, MESH[1]), 0.0))
+    rows = {row.strategy: row for row in compare(request).rows}
+    assert sum(live["sent"] for live in found) / 4 == pytest.approx(rows[Strategy.SHARDED].wire, rel=0.01)
