@@ -47,17 +47,18 @@ $(VENV)/peers: $(VENV)/installed
 
 # The network is shaped where that is possible, which takes root and iproute2; elsewhere it is loopback, and says so.
 SHARDED := $(BIN)/python -m benchmarks.sharded --network auto
+RUN := benchmarks/results/$(shell date +%F)-bench
 MAIN := ddp-tuned,torch-view,forward,step
 
 bench-quick: $(VENV)/installed
-	$(SHARDED) --case gpt,tiny --peers torch-view,forward --rounds 3
+	$(SHARDED) --case gpt,tiny --peers torch-view,forward --rounds 4 --json $(RUN)-quick.json --plot $(RUN)-quick.png
 
 bench: $(VENV)/peers
-	$(SHARDED) --case gpt,tiny,frozen --rounds 2
-	$(SHARDED) --case wide --batch 4096 --rounds 2
-	$(SHARDED) --case gpt --ranks 4 --peers $(MAIN) --rounds 2
-	$(BIN)/python -m benchmarks.scale
-	test ! -e benchmarks/checkpoint.py || $(BIN)/python -m benchmarks.checkpoint --gigabytes 0.25 --rounds 2
+	$(SHARDED) --case gpt,tiny,frozen --rounds 3 --json $(RUN).json --plot $(RUN).png
+	$(SHARDED) --case wide --batch 4096 --rounds 3 --json $(RUN)-wide.json --plot $(RUN)-wide.png
+	$(SHARDED) --case gpt --ranks 4 --peers $(MAIN) --rounds 3 --json $(RUN)-4.json --plot $(RUN)-4.png
+	$(BIN)/python -m benchmarks.scale --json $(RUN)-scale.json
+	$(BIN)/python -m benchmarks.checkpoint --gigabytes 0.25 --rounds 2 --json $(RUN)-checkpoint.json
 
 bench-drop-in: $(VENV)/installed
 	$(BIN)/python -m benchmarks.drop_in
