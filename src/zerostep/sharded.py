@@ -52,6 +52,7 @@ __all__ = ["ShardedOptimizer"]
 logger = logging.getLogger("zerostep")
 
 _PROVED_STEPS = 10
+_ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
 
 class ShardedOptimizer(DividedOptimizer):
@@ -231,7 +232,10 @@ class ShardedOptimizer(DividedOptimizer):
         try:
             with agreed(self._ranks.everyone) as statement:
                 self._append(param_group)
-                statement.records = self._records()
+                # What is under way is of buckets that all ranks have: with a further one, passes would not match.
+                passes = self._running.reduction.rounds + bool(self._running.reduction.open)
+                record = Record("the number of backward passes since the last step", str(passes))
+                statement.records, statement.remedy = [record, *self._records()], _ADDING
         except Exception:
             del self.param_groups[before[0] :]
             self._layout = before[1]

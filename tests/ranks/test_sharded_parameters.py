@@ -419,6 +419,29 @@ def _adding_after_backward(group: ProcessGroup, late: str, way: str) -> list[int
     return [after - before for before, after in pairwise(sent)]
 
 
+def _adding_where_one_rank_made_no_pass(group: ProcessGroup) -> tuple[str, int]:
+    model = _seeded(Wide)
+    optimizer = sharded(group, model, params=list(model.first.named_parameters()))
+    batch = series(group, 1, "matrices")[0]
+    if dist.get_rank(group) != 1:
+        backward(model, batch)
+    try:
+        optimizer.add_param_group({"params": list(model.beside.named_parameters())})
+    except ValueError as error:
+        found = str(error)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model.beside.named_parameters())})
+    return found, len(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_adding_a_group_where_one_rank_made_no_pass_is_refused_by_all(pool: Pool, world: int) -> None:
+    for message, groups in pool.run(_adding_where_one_rank_made_no_pass, world):
+        assert "the number of backward passes since the last step" in message
+        assert "after step() and before the next backward pass" in message
+        assert groups == 2
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("way", ["bare scatter", "bare all"])
 @pytest.mark.parametrize("late", ["beside", "first", "spare.bias"])
