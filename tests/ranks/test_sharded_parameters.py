@@ -421,16 +421,17 @@ def _adding_after_backward(group: ProcessGroup, late: str, way: str) -> list[int
 
 def _adding_where_one_rank_made_no_pass(group: ProcessGroup) -> tuple[str, int]:
     model = _seeded(Wide)
-    optimizer = sharded(group, model, params=list(model.first.named_parameters()))
+    early, late = _halves(model)
+    optimizer = sharded(group, model, params=early)
     batch = series(group, 1, "matrices")[0]
     if dist.get_rank(group) != 1:
         backward(model, batch)
     try:
-        optimizer.add_param_group({"params": list(model.beside.named_parameters())})
+        optimizer.add_param_group({"params": late})
     except ValueError as error:
         found = str(error)
     optimizer.step()
-    optimizer.add_param_group({"params": list(model.beside.named_parameters())})
+    optimizer.add_param_group({"params": late})
     return found, len(optimizer.param_groups)
 
 
