@@ -26,8 +26,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/zerostep demo
 
+# Two workers, each with ranks of its own: while the ranks of one wait for each other, the other computes.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-kills: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow tests/ranks/test_checkpoint_kills.py

@@ -17,4 +17,6 @@ for window in batches(30, device):
     optimizer.step()
 
 say(f"loss: {mean(loss)}", f"optimizer state per rank: {state_bytes(optimizer)} bytes")
+del model, optimizer, loss  # before their group: at the end of a process, torch may find a thread of it at work
+dist.barrier()
 dist.destroy_process_group()

@@ -419,8 +419,12 @@ def _two_parcels(transport: Transport) -> list[Parcel]:
     return make_parcels(plan(specs, transport.world_size), [torch.zeros(1000) for _ in specs], False)
 
 
-@pytest.mark.parametrize("call", ["send", "receive", "broadcast", "gather", "all_gather_ints"])
-@pytest.mark.parametrize("companion", [False, True])
+CALLS = ("send", "receive", "broadcast", "gather", "all_gather_ints")
+
+
+@pytest.mark.parametrize(
+    ("call", "companion"), [*((call, False) for call in CALLS), ("send", True), ("all_gather_ints", True)]
+)
 def test_a_dead_peer_is_named(call: str, companion: bool) -> None:
     outcomes = run_fresh(_dead_peer, 2, call, companion)
     assert outcomes[1].exitcode == -signal.SIGKILL
