@@ -55,9 +55,9 @@ bench-quick: $(VENV)/installed
 	$(SHARDED) --case gpt,tiny --peers torch-view,forward --rounds 4 --json $(RUN)-quick.json --plot $(RUN)-quick.png
 
 bench: $(VENV)/peers
-	$(SHARDED) --case gpt,tiny,frozen --rounds 3 --json $(RUN).json --plot $(RUN).png
-	$(SHARDED) --case wide --batch 4096 --rounds 3 --json $(RUN)-wide.json --plot $(RUN)-wide.png
-	$(SHARDED) --case gpt --ranks 4 --peers $(MAIN) --rounds 3 --json $(RUN)-4.json --plot $(RUN)-4.png
+	$(SHARDED) --case gpt,tiny,frozen --rounds 3 --steps 1 --json $(RUN).json --plot $(RUN).png
+	$(SHARDED) --case wide --batch 2048 --rounds 3 --steps 1 --json $(RUN)-wide.json --plot $(RUN)-wide.png
+	$(SHARDED) --case gpt --ranks 4 --peers $(MAIN) --rounds 3 --steps 1 --json $(RUN)-4.json --plot $(RUN)-4.png
 	$(BIN)/python -m benchmarks.scale --json $(RUN)-scale.json
 	$(BIN)/python -m benchmarks.checkpoint --gigabytes 0.25 --rounds 2 --json $(RUN)-checkpoint.json
 

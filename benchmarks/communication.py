@@ -95,6 +95,7 @@ class Fit:
     fitted: int
     held_out: int
     median_error: float
+    high_error: float  # nine of ten points are nearer
     worst_error: float
 
     @property
@@ -177,6 +178,7 @@ def _fitted(
     return sum(value * value for value in own), {
         **numbers,
         "median_error": median(others),
+        "high_error": sorted(others)[math.ceil(0.9 * len(others)) - 1],
         "worst_error": max(others),
     }
 
@@ -265,17 +267,22 @@ def points_on(hosts: Sequence[Host], most: int) -> list[Point]:
 
 def render(network: str, found: Sequence[Fit]) -> str:
     """Return the fits as a Markdown table."""
-    header = ["operation", "model", "alpha us", "MB/s", "fitted", "held out", "error, median", "error, worst"]
+    header = ["operation", "model", "alpha us", "MB/s", "fitted", "held out", "error, median", "9 of 10 below", "worst"]
     table = markdown(header, [_cells(each) for each in found])
-    best = found[-1]
+    return f"## {network}\n\n{table}\n\n{_options(found[-1])}\n"
+
+
+def _options(best: Fit) -> str:
+    if not (best.high_error < 1 and math.isfinite(best.network.bandwidth)):
+        return "Two constants do not describe this network: do not forecast with them."
     options = f"--bandwidth {best.network.bandwidth / 1e9:.3g} --latency {1e6 * best.alpha:.0f}"
-    return f"## {network}\n\n{table}\n\nFor `zerostep plan`: `{options} --error {100 * best.median_error:.0f}`\n"
+    return f"For `zerostep plan`: `{options} --error {math.ceil(100 * best.high_error)}`"
 
 
 def _cells(found: Fit) -> list[str]:
     speed = "no limit" if math.isinf(found.network.bandwidth) else f"{found.network.bandwidth / 1e6:.0f}"
     counts = [str(found.fitted), str(found.held_out)]
-    errors = [f"{found.median_error:.0%}", f"{found.worst_error:.0%}"]
+    errors = [f"{each:.0%}" for each in (found.median_error, found.high_error, found.worst_error)]
     return [found.operation, found.algorithm, f"{1e6 * found.alpha:.0f}", speed, *counts, *errors]
 
 

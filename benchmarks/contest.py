@@ -18,10 +18,8 @@ from benchmarks.timing import rotate, slowest, steady
 from benchmarks.workloads import Workload, workload_named
 from zerostep.demo import largest_difference
 
-STEPS = 2  # timed in a row, after one that is not
 TRIAL_STEPS = 2  # which warm up, too
 MOST_TRIAL_STEPS = 5  # of an entry that leaves the parameters as they are
-COUNTED_STEPS = 1
 
 Trainers = Mapping[str, Trainer]
 
@@ -32,18 +30,22 @@ def chosen(name: str, batch: int | None) -> Workload:
     return workload if batch is None else replace(workload, batch=batch)
 
 
-def measure(name: str, keys: Sequence[str], batch: int | None, rounds: int, interface: str) -> dict[str, Any]:
-    """Time the entries and look into them; collective. Rank 0's answer speaks for all ranks, but for failures."""
+def measure(
+    name: str, keys: Sequence[str], batch: int | None, rounds: int, steps: int, interface: str
+) -> dict[str, Any]:
+    """Time the entries and look into them; collective. Rank 0's answer speaks for all ranks, but for failures.
+
+    In a round, `steps` are timed in a row, after one that is not.
+    """
     workload = chosen(name, batch)
     data = workload.data(dist.get_rank())
     gigabits = {way: _line_rate(way) for way in ("one way", "both ways")}
     trainers, starts, failures = _assemble(workload, keys, data)
-    clocks = {key: partial(steady, partial(it.step, data), it.settle, STEPS) for key, it in trainers.items()}
+    clocks = {key: partial(steady, partial(it.step, data), it.settle, steps) for key, it in trainers.items()}
     seconds = rotate(clocks, rounds, warmup=0)
-    # The loopback interface counts every rank's bytes, and those of strangers.
-    sent = {} if interface == LOOPBACK else _sent(workload, trainers, data, interface)
+    calls, sent = _counted(workload, trainers, data, interface)
     answer = {"gigabits per second": gigabits, "seconds": seconds, "failures": failures, "sent over P": sent}
-    counted = {"calls": _calls(trainers, data), "lost": {key: start.lost for key, start in starts.items()}}
+    counted = {"calls": calls, "lost": {key: start.lost for key, start in starts.items()}}
     memory = {"state bytes": _state(trainers), "peak bytes": _peaks(starts)}
     return {**answer, **memory, "difference": _differences(trainers), **counted}
 
@@ -96,30 +98,31 @@ def _everyone(mine: bool) -> bool:
     return bool(flag.item())
 
 
-def _sent(workload: Workload, trainers: Trainers, data: Tensor, interface: str) -> dict[str, float]:
+def _counted(
+    workload: Workload, trainers: Trainers, data: Tensor, interface: str
+) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+    """Rank 0's calls of its backend in one step, and the bytes that the busiest rank sends, over those of parameters.
+
+    The loopback interface counts every rank's bytes, and those of strangers: then there are none.
+    """
     size = size_of(trainable(workload.model()))
-    bytes_each = [_bytes_per_step(trainer, data, interface) for trainer in trainers.values()]
-    return {key: value / size for key, value in zip(trainers, slowest(bytes_each), strict=True)}
+    found = [_count(trainer, data, interface) for trainer in trainers.values()]
+    calls = {key: calls for key, (calls, _) in zip(trainers, found, strict=True)}
+    bytes_each = slowest([float(count) for _, count in found])
+    sent = {key: value / size for key, value in zip(trainers, bytes_each, strict=True)}
+    return calls, {} if interface == LOOPBACK else sent
 
 
-def _bytes_per_step(trainer: Trainer, data: Tensor, interface: str) -> float:
-    dist.barrier()
-    before = bytes_sent(interface)
-    for _ in range(COUNTED_STEPS):
-        trainer.step(data)
-    trainer.settle()
-    dist.barrier()  # all has arrived, so all has left
-    return (bytes_sent(interface) - before) / COUNTED_STEPS
-
-
-def _calls(trainers: Trainers, data: Tensor) -> dict[str, dict[str, int]]:
-    """Rank 0's calls of its backend in one step."""
-
-    def once(trainer: Trainer) -> None:
+def _count(trainer: Trainer, data: Tensor, interface: str) -> tuple[dict[str, int], int]:
+    def once() -> None:
         trainer.step(data)
         trainer.settle()
 
-    return {key: calls_in(partial(once, trainer)) for key, trainer in trainers.items()}
+    dist.barrier()
+    before = bytes_sent(interface)
+    calls = calls_in(once)
+    dist.barrier()  # all has arrived, so all has left
+    return calls, bytes_sent(interface) - before
 
 
 def _peaks(starts: Mapping[str, FirstSteps]) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """The training step with ShardedOptimizer against plain DDP and every other sharded optimizer.
 
 Run as ``python -m benchmarks.sharded [--case gpt,wide,tiny,frozen] [--ranks 2,4] [--peers KEY,...]
-[--network loopback|shaped|auto] [--rate 1gbit] [--rounds N] [--batch N] [--json OUT] [--plot OUT]``. All entries run
-in the same processes, in interleaved rounds; a round counts as long as its slowest rank. Only ratios within one run
-mean anything. Peers come with the extra ``bench``; one that is missing or fails is a row that says why. A shaped
-network takes root and iproute2.
+[--network loopback|shaped|auto] [--rate 1gbit] [--rounds N] [--steps N] [--batch N] [--json OUT] [--plot OUT]``. All
+entries run in the same processes, in interleaved rounds; a round counts as long as its slowest rank. Only ratios within
+one run mean anything. Peers come with the extra ``bench``; one that is missing or fails is a row that says why. A
+shaped network takes root and iproute2.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import bar_lines
-from benchmarks.contest import STEPS, attempt, chosen, measure
+from benchmarks.contest import attempt, chosen, measure
 from benchmarks.launch import LaunchError, run_on
 from benchmarks.machine import hardware, versions
 from benchmarks.network import Host, NetworkError, loopback, obstacle, shaped
@@ -41,11 +41,12 @@ class Setting:
     keys: tuple[str, ...]
     batch: int | None
     rounds: int
+    steps: int
 
     @property
     def seconds(self) -> int:
         """How long a run may take."""
-        return START_SECONDS + STEP_SECONDS * self.ranks * len(self.keys) * (STEPS + 1) * (self.rounds + 2)
+        return START_SECONDS + STEP_SECONDS * self.ranks * len(self.keys) * (self.steps + 1) * (self.rounds + 2)
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _measured(hosts: Sequence[Host], setting: Setting) -> dict[str, Any]:
 
 
 def _contest(hosts: Sequence[Host], setting: Setting, keys: Sequence[str]) -> dict[str, Any]:
-    arguments = (setting.case, keys, setting.batch, setting.rounds, hosts[0].interface)
+    arguments = (setting.case, keys, setting.batch, setting.rounds, setting.steps, hosts[0].interface)
     answers = run_on(hosts, measure, *arguments, seconds=setting.seconds)
     return {**answers[0], "failures": _first_reasons([answer["failures"] for answer in answers])}
 
@@ -202,6 +203,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rate", default="1gbit", help="speed of a shaped network's links")
     parser.add_argument("--rounds", type=_positive, help="rounds per entry instead of each case's own number")
+    parser.add_argument("--steps", type=_positive, default=2, help="steps that are timed in a row in each round")
     parser.add_argument("--batch", type=_positive, help="batch per rank instead of each case's own")
     parser.add_argument("--plot", type=Path, help="also draw the ratios into this file, .png or .svg")
     parser.add_argument("--json", type=Path, help="also write every round to this file")
@@ -212,7 +214,9 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
     rate = arguments.rate if arguments.network == "shaped" else None
     keys = tuple(entry.key for entry in entries_of(arguments.peers))
     return [
-        Setting(case, ranks, rate, keys, arguments.batch, arguments.rounds or chosen(case, None).rounds)
+        Setting(
+            case, ranks, rate, keys, arguments.batch, arguments.rounds or chosen(case, None).rounds, arguments.steps
+        )
         for ranks in arguments.ranks
         for case in arguments.case
     ]
@@ -228,7 +232,7 @@ def main() -> None:
         "versions": versions(),
         "hardware": hardware(),
         "network": arguments.network,
-        "steps in a row": STEPS,
+        "steps in a row": arguments.steps,
     }
     print(*(f"{key} {value}" for part in (versions(), hardware()) for key, value in part.items()), sep=", ", end="\n\n")
     results = []

@@ -286,16 +286,18 @@ class Crew:
         """
         pending: dict[Any, int] = {self.workers[rank].connection: rank for rank in ranks}
         answers: dict[int, Answer] = {}
-        failed, end = False, time.monotonic() + START
+        waiting, limit, end = set(ranks), deadline, time.monotonic() + START
         while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
             for connection in ready:
-                answer = self.workers[pending[connection]].receive()
-                if answer.begins:
-                    end = time.monotonic() + (min(deadline, grace) if failed else deadline)
-                    continue
-                answers[pending.pop(connection)] = answer
+                rank = pending[connection]
+                answer = self.workers[rank].receive()
+                if not answer.begins:
+                    answers[pending.pop(connection)] = answer
+                if rank in waiting and not (waiting := waiting - {rank}):
+                    end = time.monotonic() + limit
                 if answer.error is not None:
-                    failed, end = True, min(end, time.monotonic() + grace)
+                    limit = min(limit, grace)
+                    end = min(end, time.monotonic() + grace)
         return answers
 
     def results(self, ranks: Ranks, deadline: float) -> list[Any]:

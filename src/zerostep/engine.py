@@ -62,6 +62,11 @@ class Engine:
         self._reduces = reduces
         self._exchange_for: dict[torch.device, Exchange] = {}
         self._connect()
+        first = next(iter(self._exchange_for))
+        same = ranks.everyone is ranks.shards
+        self.shared = self._exchange_for[first]
+        self._control = self.shared if same else connect_exchange(ranks.everyone, first)
+        self._across = ranks.across(first)
         self.shards: dict[int, Shard] = {}
         self.gathers = Gathers(clock)
         self._stand_ins: dict[int, ShardedGradient] = {}
@@ -84,11 +89,6 @@ class Engine:
             device = self.params[bucket.slots[0].param].device
             if device not in self._exchange_for:
                 self._exchange_for[device] = connect_exchange(self.ranks.shards, device)
-        first = next(iter(self._exchange_for))
-        same = self.ranks.everyone is self.ranks.shards
-        self.shared = self._exchange_for[first]
-        self._control = self.shared if same else connect_exchange(self.ranks.everyone, first)
-        self._across = self.ranks.across(first)
 
     def _make_reduction(self) -> Reduction:
         firsts = [self.params[bucket.slots[0].param] for bucket in self.layout.buckets]

@@ -303,7 +303,7 @@ def _cannot_prune(group: ProcessGroup, root: Path) -> None:
 
     for number in range(3):
         zerostep.save(root / f"step-{number}", optimizer, model)
-    with mock.patch.object(directory, "_is_ours", fail):
+    with mock.patch.object(directory, "_kind", fail):
         zerostep.save(root / "step-3", optimizer, model, keep=2)
     assert zerostep.latest(root, group) == root / "step-3"
 

@@ -538,6 +538,21 @@ def test_a_mesh_shards_inside_and_replicates_across(pool: Pool, kind: str, wrapp
         assert_same_bits(other, results[0])
 
 
+def _counted_on_a_mesh(group: ProcessGroup) -> tuple[int, int]:
+    model = build()
+    early, late = list(model.named_parameters())[::2], list(model.named_parameters())[1::2]
+    optimizer = sharded(group, model, process_group=_mesh("init"), params=early)
+    train(model, optimizer, series(group, 3))
+    before = optimizer.stats().bytes_sent
+    optimizer.add_param_group({"params": late})
+    return before, optimizer.stats().bytes_sent
+
+
+def test_a_further_group_forgets_no_bytes_of_a_mesh(pool: Pool) -> None:
+    for before, after in pool.run(_counted_on_a_mesh, 4):
+        assert 0 < before <= after
+
+
 def _one_dimension(group: ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     twin, model = Ordered(group), build()

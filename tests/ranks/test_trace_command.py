@@ -119,7 +119,7 @@ def test_a_script_that_ends_one_step_too_soon_inside_backward(tmp_path: Path) ->
 
 
 def test_a_script_that_ends_too_soon_and_its_arguments(tmp_path: Path) -> None:
-    path = script(tmp_path, "assert sys.argv[1:] == ['--lr', '0.5'], sys.argv\nstep(); step(); step()\n")
+    path = script(tmp_path, "assert sys.argv[1:] == ['--lr', '0.5'], sys.argv\nstep(); step(); step()\nsys.exit(0)\n")
     code, _, errors = run(tmp_path, path, "--lr", "0.5", "--ranks", "1", "--step", "9")
     assert code == 2
     assert errors == "zerostep: train.py ended after 3 optimizer steps: choose --step 3 or less\n"

@@ -1,8 +1,11 @@
 """Network namespaces of benchmarks do not outlive them, however they end."""
 
+import fcntl
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,15 @@ with shaped(2, "1gbit"):
     print("laid", flush=True)
     time.sleep(60)
 """
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Whoever lays a network cleans up after the dead: one test at a time, in whatever process."""
+    with open(Path(tempfile.gettempdir(), "zerostep-network-tests.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
 
 needs_root = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 

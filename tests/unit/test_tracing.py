@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
@@ -337,6 +338,28 @@ def test_a_profile_of_a_real_loop(tmp_path: Path) -> None:
     assert len(seen.host["backward"]) == 1
     assert seen.host["forward"][0].start < seen.host["backward"][0].start < seen.host["update"][0].start
     assert seen.exposed_ms == 0
+
+
+def test_a_step_inside_backward_is_counted_once(tmp_path: Path) -> None:
+    """By the next forward pass; but where the script calls some step() as well, by that."""
+    counter = StepCounter(9, tmp_path / "rank0.json")
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    for expected in (1, 2):
+        counter._in_backward = True
+        counter.before_forward(torch.nn.Identity(), ())
+        with torch.no_grad():
+            counter.before_forward(ddp, ())
+        assert counter.steps == expected - 1
+        counter.before_forward(ddp, ())
+        counter.before_forward(ddp, ())
+        assert counter.steps == expected
+    counter._in_backward = True
+    counter.before(optimizer)
+    counter.after(optimizer)
+    counter.before_forward(ddp, ())
+    counter.end_of_script()
+    assert counter.steps == 3
 
 
 def test_the_counter_counts_outer_steps_and_writes_the_wanted_one(

@@ -21,7 +21,8 @@ __all__ = ["claimed", "complete_in", "draft_of", "newest", "prune", "publish", "
 logger = logging.getLogger("zerostep")
 
 _UNCLAIMED, _DRAFT, _DOOMED = ".new-", ".draft-", ".old-"
-_LEFT = re.compile(r"\..+\.(draft|old)-[0-9a-f]{32}")
+_LEFT = re.compile(r"\..+(\.new-|\.draft-|\.old-)[0-9a-f]{32}")
+_ATTEMPTS = 5
 _FILE = re.compile(r"rank-[0-9]+\.safetensors")
 
 
@@ -36,16 +37,35 @@ def claimed(draft: Path) -> Iterator[None]:
 
     It gets its name when it is claimed: a draft without an owner is anyone's to remove.
     """
-    unclaimed = draft.with_name(draft.name.replace(_DRAFT, _UNCLAIMED))
-    unclaimed.mkdir()
-    handle = os.open(unclaimed, os.O_RDONLY)
+    handle = _made(draft)
     try:
-        with suppress(OSError):  # where directories cannot be locked, every draft counts as claimed
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        unclaimed.rename(draft)
         yield
     finally:
         os.close(handle)
+
+
+def _made(draft: Path) -> int:
+    """A new draft, open and locked."""
+    name, _, token = draft.name.rpartition(_DRAFT)
+    unclaimed = draft.with_name(f"{name}{_UNCLAIMED}{token}")
+    for attempt in range(_ATTEMPTS):
+        handle = -1
+        try:
+            unclaimed.mkdir()
+            handle = os.open(unclaimed, os.O_RDONLY)
+            with suppress(OSError):  # where directories cannot be locked, every draft counts as claimed
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            unclaimed.rename(draft)
+            return handle
+        except BaseException as error:
+            if handle >= 0:
+                os.close(handle)
+            with suppress(OSError):
+                unclaimed.rmdir()
+            # Others who clean up may have taken it before it was locked.
+            if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError
 
 
 def _is_abandoned(draft: Path) -> bool:
@@ -157,8 +177,12 @@ def prune(path: Path, keep: int) -> None:
             sync_directory(old.parent)
     for left in path.parent.iterdir():
         with _only_telling(left):
-            if _is_ours(left) and (_DOOMED in left.name or _is_abandoned(left)):
+            kind = _kind(left)
+            if kind == _DOOMED or (kind == _DRAFT and _is_abandoned(left)):
                 shutil.rmtree(left)
+            elif kind == _UNCLAIMED and _is_abandoned(left):
+                with suppress(FileNotFoundError):  # it has just got its name
+                    left.rmdir()
 
 
 @contextmanager
@@ -170,8 +194,9 @@ def _only_telling(path: Path) -> Iterator[None]:
         logger.warning("%s could not be removed: %s", path, error)
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether something hidden was a checkpoint, or was to become one, and nothing else."""
-    if not _LEFT.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-        return False
-    return all(name == NAME or _FILE.fullmatch(name) for name in os.listdir(path))
+def _kind(path: Path) -> str | None:
+    """What was a checkpoint, or was to become one, and nothing else: by which sign it is hidden."""
+    found = _LEFT.fullmatch(path.name)
+    if found is None or path.is_symlink() or not path.is_dir():
+        return None
+    return found[1] if all(name == NAME or _FILE.fullmatch(name) for name in os.listdir(path)) else None

@@ -4,8 +4,8 @@ A collective over `n` ranks is a ring: each of its messages pays the latency *al
 over the bandwidth. An all-reduce may be a tree instead. Buckets travel one after the other, each as soon as backward
 has made it; what has not arrived when backward ends is exposed. Computing takes six floating-point operations for each
 parameter and token, two of them in forward. Neither the update nor the reading of memory is counted, and all links are
-equally fast. By how much the model misses measured times of collectives is part of the network; what that makes of a
-step is its least and its most.
+equally fast. By how much the model usually misses measured times of collectives is part of the network; what that makes
+of a step is its least and its most.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Strategy(Enum):
 class Network:
     """`bandwidth` in bytes per second that a rank sends and receives at once; `latency` in seconds per message.
 
-    `error` is the part of a collective's time by which the model may be off.
+    `error` is the part of a collective's time by which the model is taken to be off.
     """
 
     bandwidth: float
@@ -94,7 +94,7 @@ class Traffic:
 class StepTime:
     """Seconds of a step: those that compute, and those that wait for the network.
 
-    `least` and `most` are the latter where the model is off by as much as it may.
+    `least` and `most` are the latter where collectives take less or more by the network's `error`.
     """
 
     compute: float

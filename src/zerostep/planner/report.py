@@ -174,7 +174,7 @@ def _time_notes(times: Forecast) -> list[str]:
     return [
         f"a ring model: {network.bandwidth / 1e9:g} GB/s and {network.latency * 1e6:g} us for each message, "
         f"{compute.flops / 1e12:g} TFLOP/s, {compute.tokens:,} tokens per rank;",
-        f"the time of a collective may be off by {network.error:.0%}",
+        f"the error bar: collectives that take {network.error:.0%} less or more",
     ]
 
 

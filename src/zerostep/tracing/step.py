@@ -120,7 +120,10 @@ def view(trace: RankTrace, step: int) -> StepView:
 
 
 def _host(trace: RankTrace, ops: Sequence[Event], updates: Sequence[Update]) -> dict[str, list[Interval]]:
-    """What the host did: every moment has at most one kind, the later kinds first."""
+    """What the host did: every moment has at most one kind, the later kinds first.
+
+    But an update inside backward is made by another thread, and beside what the host did in that moment.
+    """
     steps = union(event.span for event in trace.titled(OPTIMIZER_STEP) if event.thread in trace.host_threads)
     backward = subtract(_backward(ops), steps)
     known = union([*steps, *backward])
@@ -234,9 +237,9 @@ def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Int
 
 
 def _is_part(name: str, collective: Event, ours: Sequence[_Named]) -> bool:
-    """Whether a collective belongs to a range of ours; gradients that others reduce while we gather do not."""
+    """Whether a collective belongs to a range of ours: gradients that others reduce meanwhile do not."""
     around = (match["phase"] for match, event in ours if event.span.covers(collective.span))
-    return any(not (phase == "gather" and "reduce" in name) for phase in around)
+    return any(phase not in ("update", "gather") or "reduce" not in name for phase in around)
 
 
 def _device_flights(trace: RankTrace, wire: Sequence[Event], device: Sequence[Interval]) -> list[Flight]:

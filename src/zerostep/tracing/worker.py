@@ -68,17 +68,22 @@ class StepCounter:
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """A module is called; DDP's, after a step inside backward, begins the next one."""
-        if self._in_backward and isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+        if self._steps_in_backward and isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
             if self.steps == self._wanted - 2:
                 self._start()
             self._end_step_in_backward()
 
     def end_of_script(self) -> None:
         """A step inside backward that no forward pass follows has ended, too; a profile without its step is dropped."""
-        if self._in_backward:
+        if self._steps_in_backward:
             self._end_step_in_backward()
         if self._profile is not None:
             self._profile.stop()
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        """Whether one has been made and not counted; a script that calls some step() is counted by that."""
+        return bool(self._in_backward) and self._clock is None
 
     def _end_step_in_backward(self) -> None:
         self._in_backward = False
@@ -143,7 +148,11 @@ def main() -> None:
     register_optimizer_step_post_hook(counter.after)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
     counter.end_of_script()
     Path(folder, f"steps{rank}").write_text(str(counter.steps))
 
