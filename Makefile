@@ -49,14 +49,16 @@ $(VENV)/peers: $(VENV)/installed
 # The network is shaped where that is possible, which takes root and iproute2; elsewhere it is loopback, and says so.
 SHARDED := $(BIN)/python -m benchmarks.sharded --network auto
 RUN := benchmarks/results/$(shell date +%F)-bench
-MAIN := ddp-tuned,torch-view,forward,step
+MAIN := torch-view,forward
+PEERS := ddp-tuned,torch-view,fsdp2,deepspeed-1,deepspeed-2,fairscale,drop-in,forward,step,forward-fused
 
 bench-quick: $(VENV)/installed
-	$(SHARDED) --case gpt,tiny --peers torch-view,forward --rounds 4 --json $(RUN)-quick.json --plot $(RUN)-quick.png
+	$(SHARDED) --case gpt,tiny --peers $(MAIN) --rounds 4 --json $(RUN)-quick.json --plot $(RUN)-quick.png
 
 bench: $(VENV)/peers
-	$(SHARDED) --case gpt,tiny,frozen --rounds 3 --steps 1 --json $(RUN).json --plot $(RUN).png
-	$(SHARDED) --case wide --batch 2048 --rounds 3 --steps 1 --json $(RUN)-wide.json --plot $(RUN)-wide.png
+	$(SHARDED) --case gpt,tiny --rounds 3 --steps 1 --json $(RUN).json --plot $(RUN).png
+	$(SHARDED) --case frozen --peers $(PEERS) --rounds 3 --steps 1 --json $(RUN)-frozen.json --plot $(RUN)-frozen.png
+	$(SHARDED) --case wide --batch 2048 --peers $(PEERS) --rounds 3 --steps 1 --json $(RUN)-wide.json --plot $(RUN)-wide.png
 	$(SHARDED) --case gpt --ranks 4 --peers $(MAIN) --rounds 3 --steps 1 --json $(RUN)-4.json --plot $(RUN)-4.png
 	$(BIN)/python -m benchmarks.scale --json $(RUN)-scale.json
 	$(BIN)/python -m benchmarks.checkpoint --gigabytes 0.25 --rounds 2 --json $(RUN)-checkpoint.json
