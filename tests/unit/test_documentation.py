@@ -75,7 +75,7 @@ def check_zerostep(arguments: Sequence[str]) -> bool:
     assert name in known, f"there is no zerostep {name}"
     known[name].make_context(name, list(rest))
     if name not in ("plan", "inspect", "convert"):
-        return False  # tests/ranks/test_documentation.py carries them out
+        return False  # tests/ranks/test_trace_command.py carries the traces out
     assert app(list(arguments), standalone_mode=False) == 0
     return True
 

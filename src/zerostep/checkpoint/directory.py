@@ -46,26 +46,28 @@ def claimed(draft: Path) -> Iterator[None]:
 
 def _made(draft: Path) -> int:
     """A new draft, open and locked."""
+    for _ in range(_ATTEMPTS):
+        with suppress(FileNotFoundError):  # others who clean up may have taken it before it was locked
+            return _attempt(draft)
+    return _attempt(draft)
+
+
+def _attempt(draft: Path) -> int:
     name, _, token = draft.name.rpartition(_DRAFT)
-    unclaimed = draft.with_name(f"{name}{_UNCLAIMED}{token}")
-    for attempt in range(_ATTEMPTS):
-        handle = -1
-        try:
-            unclaimed.mkdir()
-            handle = os.open(unclaimed, os.O_RDONLY)
-            with suppress(OSError):  # where directories cannot be locked, every draft counts as claimed
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            unclaimed.rename(draft)
-            return handle
-        except BaseException as error:
-            if handle >= 0:
-                os.close(handle)
-            with suppress(OSError):
-                unclaimed.rmdir()
-            # Others who clean up may have taken it before it was locked.
-            if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError
+    unclaimed, handle = draft.with_name(f"{name}{_UNCLAIMED}{token}"), -1
+    unclaimed.mkdir()
+    try:
+        handle = os.open(unclaimed, os.O_RDONLY)
+        with suppress(OSError):  # where directories cannot be locked, every draft counts as claimed
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        unclaimed.rename(draft)
+    except BaseException:
+        if handle >= 0:
+            os.close(handle)
+        with suppress(OSError):
+            unclaimed.rmdir()
+        raise
+    return handle
 
 
 def _is_abandoned(draft: Path) -> bool:
