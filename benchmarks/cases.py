@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from zerostep.demo import GPT, GPTShape
+from zerostep.tools.demo import GPT, GPTShape
 
 SEED = 20
 

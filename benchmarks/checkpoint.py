@@ -36,7 +36,7 @@ from benchmarks.network import loopback
 from benchmarks.timing import Timing, markdown, slowest, spread_cells
 from zerostep.checkpoint import tensor_file
 from zerostep.checkpoint.directory import read_manifest
-from zerostep.checkpoint.reading import verify
+from zerostep.checkpoint.reader import verify
 
 STATE_BYTES = 8  # AdamW's, for each float of a parameter
 TENSOR = 1 << 22  # elements

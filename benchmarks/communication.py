@@ -27,9 +27,9 @@ from benchmarks.launch import run_on
 from benchmarks.machine import hardware, versions
 from benchmarks.network import Host, loopback, obstacle, shaped
 from benchmarks.timing import markdown, slowest, timed
-from zerostep.planner import forecast
-from zerostep.planner.forecast import Network
-from zerostep.transport import Transport, connect
+from zerostep.comm.transport import Transport, connect
+from zerostep.tools.planner import forecast
+from zerostep.tools.planner.forecast import Network
 
 OPERATIONS = ("all-reduce", "to owners", "from owners", "message")
 SECONDS = 240

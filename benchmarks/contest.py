@@ -16,7 +16,7 @@ from benchmarks.peers.entries import ENTRIES, PLAIN, Entry, entries_of
 from benchmarks.peers.trainer import Trainer, size_of, trainable
 from benchmarks.timing import rotate, slowest, steady
 from benchmarks.workloads import Workload, workload_named
-from zerostep.demo import largest_difference
+from zerostep.tools.demo import largest_difference
 
 TRIAL_STEPS = 2  # which warm up, too
 MOST_TRIAL_STEPS = 5  # of an entry that leaves the parameters as they are

@@ -27,7 +27,7 @@ from benchmarks.cases import CASES, Case, Measure, OptimizerSpec, Text, build, c
 from benchmarks.memory import peak_growth
 from benchmarks.timing import Probe, Timing, interleave, markdown, slowest, spread_cells, timed
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.demo import largest_difference, run_ranks
+from zerostep.tools.demo import largest_difference, run_ranks
 
 RANKS = 2
 RECIPIENT = 0

@@ -34,7 +34,7 @@ from benchmarks.silence import alone_among
 from benchmarks.timing import markdown, rotate, steady
 from benchmarks.workloads import workload_named
 from zerostep import ShardedOptimizer
-from zerostep.demo import GPT, largest_difference
+from zerostep.tools.demo import GPT, largest_difference
 
 RANKS = (1, 8, 64, 1024, 4096)
 UPDATES = (

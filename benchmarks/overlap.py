@@ -25,8 +25,8 @@ from benchmarks.launch import LaunchError, run_on
 from benchmarks.network import LOOPBACK, Host, NetworkError, bytes_sent, loopback, shaped, throughput
 from benchmarks.timing import Timing, interleave, markdown, slowest, spread_cells
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.demo import largest_difference
-from zerostep.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
+from zerostep.optim.overlap_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from zerostep.tools.demo import largest_difference
 
 BATCH = 16  # backward then takes longer than its traffic at 1 Gbit/s: with less, there is nothing to hide behind
 ROUNDS = 12

@@ -29,12 +29,12 @@ from benchmarks.peers.trainer import size_of_state
 from benchmarks.silence import alone_among
 from benchmarks.timing import markdown
 from zerostep import ShardedOptimizer
-from zerostep.demo import GPT, GPTShape
-from zerostep.planner.comparison import Request, shares_of
-from zerostep.planner.forecast import Strategy
-from zerostep.planner.memory import Memory
-from zerostep.planner.recipe import Recipe, Rule
-from zerostep.planner.sources import Source
+from zerostep.tools.demo import GPT, GPTShape
+from zerostep.tools.planner.comparison import Request, shares_of
+from zerostep.tools.planner.forecast import Strategy
+from zerostep.tools.planner.memory import Memory
+from zerostep.tools.planner.recipe import Recipe, Rule
+from zerostep.tools.planner.sources import Source
 
 RANKS = (8, 64, 1024, 4096)
 SHAPES = {

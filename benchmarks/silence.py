@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from zerostep.exchange import _TAG_REDUCE, Exchange, HostExchange, StreamExchange
-from zerostep.transport import Flight, GroupTransport, NullTransport, Transport
+from zerostep.comm.exchange import _TAG_REDUCE, Exchange, HostExchange, StreamExchange
+from zerostep.comm.transport import Flight, GroupTransport, NullTransport, Transport
 
 
 class _Done:
@@ -74,12 +74,12 @@ def alone_among(world_size: int, rank: int, collectives: bool) -> Iterator[Silen
         return StreamExchange(ranks) if collectives else HostExchange(ranks)
 
     if world_size == 1:
-        with patch("zerostep.mesh.connect", lambda group, device=None: NullTransport()):
+        with patch("zerostep.comm.mesh.connect", lambda group, device=None: NullTransport()):
             yield transport
         return
     with (
-        patch("zerostep.mesh.connect", lambda group, device=None: transport),
-        patch("zerostep.zero.connect", lambda group, device=None: transport),
-        patch("zerostep.engine.connect_exchange", exchange),
+        patch("zerostep.comm.mesh.connect", lambda group, device=None: transport),
+        patch("zerostep.optim.zero.connect", lambda group, device=None: transport),
+        patch("zerostep.step.engine.connect_exchange", exchange),
     ):
         yield transport

@@ -33,8 +33,8 @@ from benchmarks.bars import bar_lines
 from benchmarks.machine import hardware, versions
 from benchmarks.timing import markdown
 from zerostep import ShardedOptimizer
-from zerostep.exchange import StreamExchange
-from zerostep.transport import GroupTransport
+from zerostep.comm.exchange import StreamExchange
+from zerostep.comm.transport import GroupTransport
 
 BYTES_PER_ELEMENT = 28
 BLOCKS = 64
@@ -114,7 +114,7 @@ def _exchange(nccl: bool) -> Iterator[None]:
     world = dist.group.WORLD
     assert world is not None
     through = StreamExchange(GroupTransport(world, DEVICE))
-    with patch("zerostep.engine.connect_exchange", lambda ranks, device: through):
+    with patch("zerostep.step.engine.connect_exchange", lambda ranks, device: through):
         yield
 
 

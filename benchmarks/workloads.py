@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from benchmarks.cases import SEED, OptimizerSpec
-from zerostep.demo import GPT, GPTShape
+from zerostep.tools.demo import GPT, GPTShape
 
 SHAPE = GPTShape(context=64, width=384, heads=6, layers=6)
 WORDS, WIDTH, HIDDEN, CLASSES = 20_000, 400, 1000, 256

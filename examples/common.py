@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerostep.demo import GPT, GPTShape
+from zerostep.tools.demo import GPT, GPTShape
 
 SHAPE = GPTShape(context=32, width=128, heads=4, layers=2)
 

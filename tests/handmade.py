@@ -11,8 +11,8 @@ from torch import Tensor
 from zerostep.checkpoint.directory import publish
 from zerostep.checkpoint.manifest import FileRecord, GroupRecord, Manifest, file_name
 from zerostep.checkpoint.tensor_file import write_tensors
-from zerostep.codec import encode
-from zerostep.layout import Layout
+from zerostep.comm.codec import encode
+from zerostep.plan.layout import Layout
 
 ID = "0123456789abcdef" * 2
 

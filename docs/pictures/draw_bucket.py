@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib import pyplot
 from torch import nn, optim
 
-from zerostep.blueprint import Blueprint, Settings
-from zerostep.layout import Bucket, Layout, Slot
+from zerostep.plan.layout import Bucket, Layout, Slot
+from zerostep.plan.layout_planner import Blueprint, Settings
 
 RANKS = 4
 COLOURS = ("#332288", "#88ccee", "#117733", "#ddcc77")

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.pool import Pool
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from zerostep.buffers import FlatParcel, ScatteredParcel
-from zerostep.groups import param_specs
-from zerostep.partition import plan
-from zerostep.transport import GroupTransport
+from zerostep.comm.transport import GroupTransport
+from zerostep.memory.bucket_memory import FlatParcel, ScatteredParcel
+from zerostep.plan.groups import param_specs
+from zerostep.plan.partition import plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

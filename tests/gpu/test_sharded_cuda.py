@@ -20,10 +20,10 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from tests.pool import Pool
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ShardedOptimizer
-from zerostep.bucketing import padded_size
-from zerostep.exchange import StreamExchange
-from zerostep.layout import Bucket, Slot, Span
-from zerostep.transport import Flight, GroupTransport
+from zerostep.comm.exchange import StreamExchange
+from zerostep.comm.transport import Flight, GroupTransport
+from zerostep.plan.buckets import padded_size
+from zerostep.plan.layout import Bucket, Slot, Span
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -356,7 +356,7 @@ def _transport(nccl: ProcessGroup, late: bool) -> GroupTransport:
 def _through(transport: GroupTransport) -> Iterator[None]:
     """A world of one has nothing to send. Here it sends it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerostep.engine.connect_exchange", lambda ranks, device: StreamExchange(transport))
+        patch.setattr("zerostep.step.engine.connect_exchange", lambda ranks, device: StreamExchange(transport))
         yield
 
 

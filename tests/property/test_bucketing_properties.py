@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerostep.bucketing import Cost, extend, fill, padded_size
-from zerostep.layout import Layout, ParamSpec
+from zerostep.plan.buckets import Cost, extend, fill, padded_size
+from zerostep.plan.layout import Layout, ParamSpec
 
 patient = settings(deadline=None)
 

@@ -26,9 +26,9 @@ import zerostep
 from tests.checkpoints import SMALL_BUCKETS, body_of, joined, signed
 from zerostep import CheckpointError, ShardedOptimizer
 from zerostep.checkpoint.manifest import Manifest
-from zerostep.checkpoint.reading import Reader
+from zerostep.checkpoint.reader import Reader
 from zerostep.checkpoint.tensor_file import TensorFile
-from zerostep.layout import Span
+from zerostep.plan.layout import Span
 
 MANIFESTS, HEADERS, BYTES = 5000, 3500, 1500
 EXTREMES: list[Any] = [

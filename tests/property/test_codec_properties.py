@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zerostep.codec import pack, specs, unpack
+from zerostep.comm.codec import pack, specs, unpack
 
 patient = settings(deadline=None)
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tests.handmade import Made, bits, flat
 from zerostep import consolidate
-from zerostep.bucketing import Cost, fill
-from zerostep.checkpoint import stored
-from zerostep.checkpoint.convert import divide, reshard
+from zerostep.checkpoint import stored_tensor as stored
 from zerostep.checkpoint.directory import read_manifest
-from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
-from zerostep.partition import plan
+from zerostep.checkpoint.reshard import reshard
+from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.divide import divide
+from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
+from zerostep.plan.partition import plan
 
 DTYPES = ["float32", "bfloat16", "complex64", "uint16"]
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.reference import ELEMENTWISE, MATRIXWISE, OPTIMIZERS, assert_same_state_dict
-from zerostep.bucketing import Cost, fill
-from zerostep.buffers import flat_alias
-from zerostep.checkpoint.fragments import assemble, ready_to_travel
-from zerostep.checkpoint.shares import WholeState, entry_for, fits_one_leaf, shares_of
-from zerostep.layout import Layout, ParamSpec
-from zerostep.leaves import Leaf
-from zerostep.shards import Shard
+from zerostep.memory.leaf import Leaf
+from zerostep.memory.shard import Shard
+from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.layout import Layout, ParamSpec
+from zerostep.state.fragments import assemble, ready_to_travel
+from zerostep.state.param_state import WholeState, entry_for, fits_one_leaf, shares_of
+from zerostep.tensors import flat_alias
 
 patient = settings(deadline=None, max_examples=25)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerostep.tracing.intervals import Interval, clip, intersect, join, subtract, total, union
+from zerostep.tools.tracing.intervals import Interval, clip, intersect, join, subtract, total, union
 
 EDGE = st.integers(0, 30)
 INTERVAL = st.builds(lambda a, b: Interval(float(a), float(b)), EDGE, EDGE)  # empty ones and backward ones too

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zerostep.layout import Layout, ParamSpec, Span
-from zerostep.partition import plan
+from zerostep.plan.layout import Layout, ParamSpec, Span
+from zerostep.plan.partition import plan
 
 patient = settings(deadline=None)
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.property.test_bucketing_properties import layouts
-from zerostep.buffers import flat_alias
-from zerostep.layout import Layout, Span
-from zerostep.leaves import Leaf, split
-from zerostep.shards import Shard
+from zerostep.memory.leaf import Leaf, split
+from zerostep.memory.shard import Shard
+from zerostep.plan.layout import Layout, Span
+from zerostep.tensors import flat_alias
 
 patient = settings(deadline=None)
 

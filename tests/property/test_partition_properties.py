@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerostep.layout import Layout, ParamSpec
-from zerostep.partition import plan, pour
+from zerostep.plan.layout import Layout, ParamSpec
+from zerostep.plan.partition import plan, pour
 
 patient = settings(deadline=None)
 

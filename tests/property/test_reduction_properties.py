@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.reference import assert_same_bits
-from zerostep.bucketing import Cost, fill
-from zerostep.exchange import NullExchange
-from zerostep.layout import Bucket, Layout, ParamSpec
-from zerostep.reduction import Plan, Reduction
-from zerostep.stats import Clock
+from zerostep.comm.exchange import NullExchange
+from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.layout import Bucket, Layout, ParamSpec
+from zerostep.step.reduction import Plan, Reduction
+from zerostep.step.stats import Clock
 
 patient = settings(deadline=None)
 

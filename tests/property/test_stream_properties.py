@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zerostep import stream
-from zerostep.transport import Flight, Transport
+from zerostep.comm import stream
+from zerostep.comm.transport import Flight, Transport
 
 patient = settings(deadline=None)
 

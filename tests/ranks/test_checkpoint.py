@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from tests.pool import OFFSET, Pool
 from tests.reference import OPTIMIZERS, Batch, Case, assert_same_bits, assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.zero import _broadcast_object
+from zerostep.optim.zero import _broadcast_object
 
 World = int | tuple[int, ...]
 StateDict = dict[str, Any]

@@ -17,7 +17,7 @@ import zerostep
 from tests.pool import Pool
 from tests.reference import build, train
 from tests.sharding import series, sharded, whole_state
-from zerostep import cli
+from zerostep.tools import cli
 
 
 def _save(group: ProcessGroup, path: Path) -> dict[str, Any]:

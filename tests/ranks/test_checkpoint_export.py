@@ -18,7 +18,7 @@ from tests.pool import Pool
 from tests.reference import Batch, assert_same_bits, assert_same_state_dict, batches, build, train
 from tests.sharding import SMALL_BUCKETS, in_ddp, without_masters
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.checkpoint.convert import reshard
+from zerostep.checkpoint.reshard import reshard
 
 StateDict = dict[str, Any]
 

@@ -39,7 +39,7 @@ from tests.pool import Pool, run_fresh
 from tests.reference import assert_same_state_dict
 from zerostep import CheckpointError
 from zerostep.checkpoint import tensor_file
-from zerostep.checkpoint.pending import PendingSave
+from zerostep.comm.background import PendingSave
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 STEPS = 3  # of the good checkpoint

@@ -27,8 +27,9 @@ from tests.pool import Pool
 from tests.reference import assert_same_bits, build, train
 from tests.sharding import series, sharded
 from zerostep import CheckpointError, ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.checkpoint import directory, saving, tensor_file
-from zerostep.checkpoint.reading import Reader
+from zerostep.checkpoint import directory, tensor_file
+from zerostep.checkpoint import save as saving
+from zerostep.checkpoint.reader import Reader
 
 LAST = """
 import sys

@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.transport import Flight, Transport
-from zerostep.transport.group import TAG_DATA
-from zerostep.zero import _broadcast_object
+from zerostep.comm.transport import Flight, Transport
+from zerostep.comm.transport.group import TAG_DATA
+from zerostep.optim.zero import _broadcast_object
 
 MIB = 1 << 20
 World = int | tuple[int, ...]

@@ -32,7 +32,7 @@ from tests.ranks.test_checkpoint_files import SETUPS, WAYS, Odd, Pair, Setup, wh
 from tests.reference import assert_same_bits, assert_same_state_dict, batches, train
 from tests.sharding import in_ddp, values
 from zerostep import CheckpointError, ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.checkpoint.subject import subject_of
+from zerostep.optim.view import subject_of
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerostep.demo import Demo, Progress, run_demo, verdict
+from zerostep.tools.demo import Demo, Progress, run_demo, verdict
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(2 * DEADLINE)
 
 def test_the_command() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1", "COLUMNS": "80"}
-    command = [sys.executable, "-m", "zerostep.cli", "demo", "--steps", "7", "--device", "cpu"]
+    command = [sys.executable, "-m", "zerostep.tools.cli", "demo", "--steps", "7", "--device", "cpu"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
     printed = done.stdout

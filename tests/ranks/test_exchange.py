@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.pool import OFFSET, Pool
 from tests.reference import assert_same_bits
-from zerostep import exchange
-from zerostep.bucketing import Cost, fill, padded_size
-from zerostep.exchange import Exchange, HostExchange, NullExchange, StreamExchange
-from zerostep.layout import Bucket, ParamSpec, Slot, Span
-from zerostep.transport import GroupTransport
-from zerostep.transport import connect as connect_transport
+from zerostep.comm import exchange
+from zerostep.comm.exchange import Exchange, HostExchange, NullExchange, StreamExchange
+from zerostep.comm.transport import GroupTransport
+from zerostep.comm.transport import connect as connect_transport
+from zerostep.plan.buckets import Cost, fill, padded_size
+from zerostep.plan.layout import Bucket, ParamSpec, Slot, Span
 
 World = int | tuple[int, ...]
 

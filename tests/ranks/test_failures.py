@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, Optimizer
 from tests.pool import OFFSET, Outcome, Pool, Ranks, run_fresh
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.transport import GroupTransport
-from zerostep.transport.group import TAG_DATA
+from zerostep.comm.transport import GroupTransport
+from zerostep.comm.transport.group import TAG_DATA
 
 MODES = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 SHAPES = [(4, 3), (5,), (2, 2), (7,), (3,)]

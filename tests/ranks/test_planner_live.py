@@ -16,13 +16,13 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from tests.pool import Pool
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.blueprint import Settings
-from zerostep.gradients import ShardedGradient
-from zerostep.planner.comparison import Request, compare, shares_of
-from zerostep.planner.forecast import Strategy
-from zerostep.planner.memory import Memory
-from zerostep.planner.recipe import Recipe, Rule, is_hidden_matrix
-from zerostep.planner.sources import load
+from zerostep.plan.layout_planner import Settings
+from zerostep.step.sharded_grad import ShardedGradient
+from zerostep.tools.planner.comparison import Request, compare, shares_of
+from zerostep.tools.planner.forecast import Strategy
+from zerostep.tools.planner.memory import Memory
+from zerostep.tools.planner.recipe import Recipe, Rule, is_hidden_matrix
+from zerostep.tools.planner.sources import load
 
 MODEL = f"{__name__}:Gpt"
 WIDTH, WORDS, CONTEXT, LAYERS = 48, 301, 32, 2

@@ -31,7 +31,7 @@ from tests.sharding import (
     whole_state,
 )
 from zerostep import ShardedOptimizer
-from zerostep.gradients import ShardedGradient
+from zerostep.step.sharded_grad import ShardedGradient
 
 MOMENTUM = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SCATTERED = [way for way in WAYS if "scatter" in way]

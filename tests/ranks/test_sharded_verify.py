@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from tests.pool import Pool, RankError
 from tests.reference import batches, build, train
 from zerostep import ShardedOptimizer
-from zerostep.exchange import HostExchange
+from zerostep.comm.exchange import HostExchange
 
 CASES: dict[str, tuple[str, type[Optimizer], dict[str, Any]]] = {
     "adamw": ("mlp", AdamW, {"lr": 0.01}),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.documents import blocks_of, commands_of
-from zerostep import cli
+from zerostep.tools import cli
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(2 * DEADLINE)
 def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
     """Exit code, what it prints, and its errors."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "zerostep.cli", "trace", *arguments]
+    command = [sys.executable, "-m", "zerostep.tools.cli", "trace", *arguments]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
     return done.returncode, done.stdout, done.stderr
 

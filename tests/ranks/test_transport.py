@@ -14,11 +14,8 @@ from torch import Tensor
 
 from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_bits
-from zerostep import stream
-from zerostep.buffers import make_parcels
-from zerostep.layout import ParamSpec
-from zerostep.partition import plan
-from zerostep.transport import (
+from zerostep.comm import stream
+from zerostep.comm.transport import (
     CompanionTransport,
     GroupTransport,
     NullTransport,
@@ -27,7 +24,10 @@ from zerostep.transport import (
     TransportError,
     connect,
 )
-from zerostep.transport.group import TAG_DATA
+from zerostep.comm.transport.group import TAG_DATA
+from zerostep.memory.bucket_memory import make_parcels
+from zerostep.plan.layout import ParamSpec
+from zerostep.plan.partition import plan
 
 World = int | tuple[int, ...]
 

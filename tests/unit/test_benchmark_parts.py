@@ -14,7 +14,7 @@ from benchmarks.picture import floor, lines
 from benchmarks.scale import Setting, measure
 from benchmarks.sharded import ideals, render
 from benchmarks.timing import Timing, another_run
-from zerostep.planner.forecast import Network
+from zerostep.tools.planner.forecast import Network
 
 NETWORK = Network(bandwidth=118e6, latency=2e-4)
 
@@ -191,7 +191,7 @@ def test_bars_of_a_picture_are_sorted_and_leave_the_bounds_out() -> None:
 @pytest.mark.parametrize("collectives", [False, True])
 def test_a_simulated_rank_holds_what_is_planned(collectives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import scale
-    from zerostep.demo import GPTShape
+    from zerostep.tools.demo import GPTShape
 
     monkeypatch.setitem(scale.SHAPES, "small", GPTShape(context=8, width=16, heads=2, layers=1))
     found = measure(Setting("small", 64, 63, collectives, "cpu"), rounds=1)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from tests.reference import ELEMENTWISE, MATRIXWISE
-from zerostep.blueprint import Blueprint, Settings, in_order
-from zerostep.groups import Group, normalise
-from zerostep.inners import OptimizerClass
-from zerostep.layout import Layout, ParamSpec
+from zerostep.plan.groups import Group, OptimizerClass, normalise
+from zerostep.plan.layout import Layout, ParamSpec
+from zerostep.plan.layout_planner import Blueprint, Settings, in_order
 
 
 def _params() -> list[Tensor]:

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from zerostep.bucketing import Cost, extend, fill, padded_size
-from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
+from zerostep.plan.buckets import Cost, extend, fill, padded_size
+from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
 
 
 def _loose(*sizes: int, group: int = 0, dtype: str = "float32", trainable: bool = True) -> list[ParamSpec]:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerostep.bucketing import Cost, fill
-from zerostep.buffers import FlatParcel, ScatteredParcel, Scratch, flat_alias, is_dense, make_parcels
-from zerostep.groups import param_specs
-from zerostep.layout import Layout, ParamSpec
-from zerostep.partition import plan
-from zerostep.transport import Parcel
+from zerostep.comm.transport import Parcel
+from zerostep.memory.bucket_memory import FlatParcel, ScatteredParcel, make_parcels
+from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.groups import param_specs
+from zerostep.plan.layout import Layout, ParamSpec
+from zerostep.plan.partition import plan
+from zerostep.tensors import Scratch, flat_alias, is_dense
 
 
 def _image(seed: int = 0) -> Tensor:

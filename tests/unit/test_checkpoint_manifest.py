@@ -10,7 +10,7 @@ import torch
 from tests.checkpoints import Body, signed
 from zerostep import CheckpointError, __version__
 from zerostep.checkpoint.manifest import FileRecord, GroupRecord, Manifest, file_name
-from zerostep.layout import Bucket, Layout, ParamSpec, Slot, Span
+from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
 
 WHERE = "run/step-7/manifest.json"
 

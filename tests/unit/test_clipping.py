@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from zerostep.clipping import combine, power_sum, root
-from zerostep.exchange import NullExchange
+from zerostep.comm.exchange import NullExchange
+from zerostep.step.norms import combine, power_sum, root
 
 TYPES = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerostep.codec import TensorSpec, pack, specs, unpack
+from zerostep.comm.codec import TensorSpec, pack, specs, unpack
 
 _Pair = namedtuple("_Pair", "first second")
 

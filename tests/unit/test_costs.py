@@ -8,10 +8,10 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from tests.reference import ELEMENTWISE, OPTIMIZERS
-from zerostep.bucketing import Cost
-from zerostep.costs import CostModel, state_bytes
-from zerostep.inners import own_options
-from zerostep.layout import ParamSpec
+from zerostep.plan.buckets import Cost
+from zerostep.plan.cost import CostModel, state_bytes
+from zerostep.plan.groups import own_options
+from zerostep.plan.layout import ParamSpec
 
 NAMES = pytest.mark.parametrize("name", OPTIMIZERS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -103,7 +103,7 @@ def test_each_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         tried.append(shape)
         return 64
 
-    monkeypatch.setattr("zerostep.costs.state_bytes", count)
+    monkeypatch.setattr("zerostep.plan.cost.state_bytes", count)
     model = CostModel(optim.Adam, {})
     for shape in ((3, 4), (3, 4), (5,), (3, 4)):
         model.of(_spec(shape, False))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from zerostep import cli
-from zerostep.demo import GPT, GPTShape, RankReport, RunReport, largest_difference, verdict
-from zerostep.demo.choices import CHOICES, parts, predicted
-from zerostep.demo.report import Sizes
+from zerostep.tools import cli
+from zerostep.tools.demo import GPT, GPTShape, RankReport, RunReport, largest_difference, verdict
+from zerostep.tools.demo.choices import CHOICES, parts, predicted
+from zerostep.tools.demo.report import Sizes
 
 SIZES = Sizes(4, 4, 8)
 

@@ -29,7 +29,7 @@ from tests.documents import (
     texts,
     without_blocks,
 )
-from zerostep.cli import app
+from zerostep.tools.cli import app
 
 PYTHON = ("python", "diff")
 SHELL = ("sh", "console", "")
@@ -38,11 +38,11 @@ OTHERS = ("text", "json")
 
 TROUBLES = ROOT / "docs" / "troubleshooting.md"
 # Errors of the command line say in one line what to do, and are about what stands on that line.
-COMMANDS = ("commands", "demo", "planner", "tracing", "cli")
+COMMANDS = ("tools",)
 # These check what the package itself made: their errors are defects, or come wrapped into another one's text.
 INNER = (
-    *("layout", "bucketing", "partition", "codec", "objects"),
-    *("checkpoint.manifest", "checkpoint.reading", "checkpoint.tensor_file"),
+    *("plan.layout", "plan.buckets", "plan.partition", "comm.codec", "comm.objects"),
+    *("checkpoint.manifest", "checkpoint.reader", "checkpoint.tensor_file"),
 )
 
 

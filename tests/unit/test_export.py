@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from tests.handmade import Made, bits, flat
 from zerostep import CheckpointError, consolidate
-from zerostep.checkpoint import export, pt_file, stored
-from zerostep.checkpoint.convert import reshard
+from zerostep.checkpoint import export, pt_file
+from zerostep.checkpoint import stored_tensor as stored
 from zerostep.checkpoint.manifest import GroupRecord
-from zerostep.checkpoint.shares import order_of
-from zerostep.layout import ParamSpec
-from zerostep.partition import plan
+from zerostep.checkpoint.reshard import reshard
+from zerostep.plan.layout import ParamSpec
+from zerostep.plan.partition import plan
+from zerostep.state.param_state import order_of
 
 MIB = 1 << 20
 
@@ -279,7 +280,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import zerostep
-from zerostep.checkpoint.convert import reshard
+from zerostep.checkpoint.reshard import reshard
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

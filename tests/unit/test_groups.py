@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerostep.groups import all_params, copy_options, normalise, options, param_specs, refuse_sparse, share
+from zerostep.plan.groups import all_params, copy_options, normalise, options, param_specs, refuse_sparse, share
 
 
 def _params(count: int) -> list[Tensor]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from zerostep.layout import Bucket, Fragment, Layout, ParamSpec, Slot, Span
+from zerostep.plan.layout import Bucket, Fragment, Layout, ParamSpec, Slot, Span
 
 
 def _spec(name: str, *shape: int, splittable: bool = False, **more: Any) -> ParamSpec:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from zerostep.bucketing import Cost, fill
-from zerostep.inners import InnerOptimizers
-from zerostep.layout import Layout, ParamSpec, Span
-from zerostep.leaves import Leaf, clone_scalars, cut_leaves, split, view_state
+from zerostep.memory.leaf import Leaf, clone_scalars, cut_leaves, split, view_state
+from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.layout import Layout, ParamSpec, Span
+from zerostep.step.inner_optimizers import InnerOptimizers
 
 
 def _layout(specs: list[ParamSpec], world_size: int) -> Layout:

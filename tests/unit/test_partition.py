@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from zerostep.layout import Layout, ParamSpec, Span
-from zerostep.partition import plan, pour
+from zerostep.plan.layout import Layout, ParamSpec, Span
+from zerostep.plan.partition import plan, pour
 
 
 def _atomic(*sizes: int, group: int = 0) -> list[ParamSpec]:

@@ -9,7 +9,7 @@ from PIL import Image
 
 pytest.importorskip("typer")
 
-from zerostep import cli
+from zerostep.tools import cli
 
 SMALL = ("--model", "gpt2", "--ranks", "2")
 FORECAST = ("--bandwidth", "25", "--flops", "100e12")

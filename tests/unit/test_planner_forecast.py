@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerostep.planner.forecast import (
+from zerostep.tools.planner.forecast import (
     Compute,
     Network,
     Strategy,

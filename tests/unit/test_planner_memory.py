@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
-from zerostep.blueprint import Settings
-from zerostep.groups import all_params
-from zerostep.inners import InnerOptimizers
-from zerostep.layout import Layout
-from zerostep.leaves import cut_leaves
-from zerostep.planner.comparison import Request, compare, shares_of
-from zerostep.planner.errors import PlanError
-from zerostep.planner.forecast import Strategy
-from zerostep.planner.memory import Job, sharded
-from zerostep.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options
-from zerostep.planner.sources import Source, load
-from zerostep.planner.state import StateModel
+from zerostep.memory.leaf import cut_leaves
+from zerostep.plan.groups import all_params
+from zerostep.plan.layout import Layout
+from zerostep.plan.layout_planner import Settings
+from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.tools.planner.comparison import Request, compare, shares_of
+from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.planner.forecast import Strategy
+from zerostep.tools.planner.memory import Job, sharded
+from zerostep.tools.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options
+from zerostep.tools.planner.sources import Source, load
+from zerostep.tools.planner.state import StateModel
 
 SHAPES = {
     "embed.weight": (131, 16),

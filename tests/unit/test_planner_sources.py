@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from zerostep.planner.errors import PlanError
-from zerostep.planner.sources import load
+from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.planner.sources import load
 
 TENSORS = {
     "embed.weight": torch.zeros(5, 3),

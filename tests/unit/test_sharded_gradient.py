@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from zerostep.gradients import ShardedGradient
+from zerostep.step.sharded_grad import ShardedGradient
 
 FOREACH = pytest.mark.parametrize("foreach", [False, True, None])
 

@@ -13,8 +13,8 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from tests.reference import ELEMENTWISE, MATRIXWISE, Case
-from zerostep import splitting
-from zerostep.splitting import is_elementwise, is_separable
+from zerostep.plan import probe as splitting
+from zerostep.plan.probe import is_elementwise, is_separable
 
 Group = dict[str, Any]
 Params = Sequence[Tensor]

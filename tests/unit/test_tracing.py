@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from zerostep.tracing.chrome import merged
-from zerostep.tracing.events import RankTrace, TraceError, in_order, parse, read
-from zerostep.tracing.intervals import Interval
-from zerostep.tracing.picture import check_paths, draw
-from zerostep.tracing.step import Flight, StepView, Update, common_step, view
-from zerostep.tracing.worker import StepCounter
+from zerostep.tools.tracing.chrome import merged
+from zerostep.tools.tracing.events import RankTrace, TraceError, in_order, parse, read
+from zerostep.tools.tracing.intervals import Interval
+from zerostep.tools.tracing.picture import check_paths, draw
+from zerostep.tools.tracing.step import Flight, StepView, Update, common_step, view
+from zerostep.tools.tracing.worker import StepCounter
 
 HOST, LANE = 7, 8
 
@@ -365,7 +365,7 @@ def test_a_step_inside_backward_is_counted_once(tmp_path: Path) -> None:
 def test_the_counter_counts_outer_steps_and_writes_the_wanted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zerostep.tracing.worker._hold", lambda: None)
+    monkeypatch.setattr("zerostep.tools.tracing.worker._hold", lambda: None)
     counter = StepCounter(3, tmp_path / "rank0.json")
     handles = [
         register_optimizer_step_pre_hook(counter.before),

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zerostep.checkpoint.errors import CheckpointError
 from zerostep.checkpoint.manifest import MOST_BYTES, NAME, Manifest
 from zerostep.checkpoint.tensor_file import sync_directory, write_bytes
+from zerostep.errors import CheckpointError
 
 __all__ = ["claimed", "complete_in", "draft_of", "newest", "prune", "publish", "read_manifest"]
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from zerostep.checkpoint.directory import read_manifest
-from zerostep.checkpoint.errors import CheckpointError
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.pt_file import write_pt
-from zerostep.checkpoint.reading import Reader, verify
-from zerostep.checkpoint.shares import MASTER
+from zerostep.checkpoint.reader import Reader, verify
 from zerostep.checkpoint.single_file import check_free, new_file
-from zerostep.checkpoint.stored import StoredTensor
+from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import has_name, header_of, memory_of
+from zerostep.errors import CheckpointError
+from zerostep.state.param_state import MASTER
 
 __all__ = ["consolidate", "opened"]
 

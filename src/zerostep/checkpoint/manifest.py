@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostep.checkpoint.errors import MALFORMED, CheckpointError
-from zerostep.codec import decode, dtype_name, dtype_named, encode
-from zerostep.layout import Layout
+from zerostep.comm.codec import decode, dtype_name, dtype_named, encode
+from zerostep.errors import MALFORMED, CheckpointError
+from zerostep.plan.layout import Layout
 from zerostep.version import __version__
 
 __all__ = ["NAME", "FileRecord", "GroupRecord", "Manifest", "file_name", "put_small", "take_small"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
-from zerostep.checkpoint.stored import StoredTensor
+from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import memory_of
 
 __all__ = ["write_pt"]

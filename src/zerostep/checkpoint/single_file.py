@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zerostep.checkpoint.directory import draft_of
-from zerostep.checkpoint.errors import CheckpointError
 from zerostep.checkpoint.tensor_file import sync_directory
+from zerostep.errors import CheckpointError
 
 __all__ = ["check_free", "new_file"]
 

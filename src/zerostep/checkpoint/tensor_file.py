@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zerostep.checkpoint.errors import MALFORMED, CheckpointError
 from zerostep.checkpoint.manifest import FileRecord
-from zerostep.codec import dtype_name, dtype_named
+from zerostep.comm.codec import dtype_name, dtype_named
+from zerostep.errors import MALFORMED, CheckpointError
 
 __all__ = [
     "TensorFile",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostep.buffers import flat_alias, is_dense
-from zerostep.checkpoint.errors import CheckpointError
-from zerostep.checkpoint.reading import Reader, in_order
-from zerostep.checkpoint.shares import MASTER, shaped
-from zerostep.checkpoint.subject import Subject
-from zerostep.layout import Span
-from zerostep.objects import copy_object
+from zerostep.checkpoint.reader import Reader, in_order
+from zerostep.comm.objects import copy_object
+from zerostep.errors import CheckpointError
+from zerostep.optim.view import Subject
+from zerostep.plan.layout import Span
+from zerostep.state.param_state import MASTER, shaped
+from zerostep.tensors import flat_alias, is_dense
 
 __all__ = ["apply_weights", "check_weights", "describe_weights", "own_weights"]
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostep.agreement import agreed
-from zerostep.checkpoint.errors import CheckpointError
-from zerostep.checkpoint.shares import MASTER, Saved, Share, order_of, shaped
-from zerostep.checkpoint.subject import Subject, subject_of
-from zerostep.integrations.about import About, Entry, names_of
-from zerostep.integrations.expected import Expected, expecting
-from zerostep.integrations.piece import Box, Piece
-from zerostep.layout import Span
-from zerostep.objects import gather_object
+from zerostep.comm.agreement import agreed
+from zerostep.comm.objects import gather_object
+from zerostep.errors import CheckpointError
+from zerostep.integrations.dcp_metadata import About, Entry, names_of
+from zerostep.integrations.dcp_tensor import Box, Piece
+from zerostep.optim.view import Subject, subject_of
+from zerostep.plan.layout import Span
+from zerostep.state.expected import Expected, expecting
+from zerostep.state.param_state import MASTER, Saved, Share, order_of, shaped
 
 __all__ = ["DcpState", "dcp_state"]
 

@@ -1,0 +1,120 @@
+"""Tensors that are still on disk, and tell their shape before anybody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from zerostep.checkpoint.reader import Reader
+from zerostep.checkpoint.tensor_file import TensorFile
+from zerostep.plan.layout import Span
+from zerostep.state.param_state import order_of
+from zerostep.tensors import flat_alias, is_dense
+
+__all__ = ["StoredTensor"]
+
+_CHUNK = 4 << 20  # bytes
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A dense tensor of which `read` finds any elements, in the order of its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[Span], Tensor]
+
+    @staticmethod
+    def in_file(file: TensorFile, name: str) -> StoredTensor:
+        """A whole tensor of a file."""
+        shape = file.shape(name)
+        return StoredTensor(
+            shape, _row_major(shape), file.dtype(name), lambda span: file.read(name, span.start, span.stop)
+        )
+
+    @staticmethod
+    def in_memory(tensor: Tensor) -> StoredTensor:
+        """A tensor that is not on disk after all."""
+        whole = tensor.detach().cpu()
+        whole = whole if is_dense(whole) else whole.contiguous()
+        flat = flat_alias(whole)
+        return StoredTensor(
+            tuple(whole.shape), whole.stride(), whole.dtype, lambda span: flat[span.start : span.stop].clone()
+        )
+
+    @staticmethod
+    def like(reader: Reader, number: int, key: str) -> StoredTensor:
+        """The state `key` of a whole parameter, in the parameter's shape and strides."""
+        return _shaped(reader, number, reader.like_keys(number)[key], partial(reader.stretch, number, key))
+
+    @staticmethod
+    def weight(reader: Reader, number: int) -> StoredTensor:
+        """A whole parameter."""
+        return _shaped(reader, number, reader.weight_dtype(number), partial(reader.weight, number))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+    def part(self, part: Span) -> StoredTensor:
+        """Some of its elements, flat."""
+        return StoredTensor((part.length,), (1,), self.dtype, lambda span: self.read(span.shift(part.start)))
+
+    def chunks(self) -> Iterator[Tensor]:
+        """All elements, a few at a time, in the order of memory."""
+        step = _CHUNK // self.dtype.itemsize
+        for start in range(0, self.numel, step):
+            yield self.read(Span(start, min(start + step, self.numel)))
+
+    def rows(self) -> Iterator[Tensor]:
+        """All elements, a few at a time, in row-major order; what lies in another order is read as a whole."""
+        if self._is_row_major:
+            return self.chunks()
+        return _halves(self.read(Span(0, self.numel)).as_strided(self.shape, self.strides))
+
+    @cached_property
+    def _is_row_major(self) -> bool:
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
+
+def _shaped(reader: Reader, number: int, dtype: torch.dtype, read: Callable[[Span], Tensor]) -> StoredTensor:
+    shape = reader.spec(number).shape
+    return StoredTensor(shape, _strides(shape, reader.order(number)), dtype, read)
+
+
+def _halves(tensor: Tensor) -> Iterator[Tensor]:
+    """In row-major order, in pieces that are small enough to be copied."""
+    if tensor.nbytes <= _CHUNK:
+        yield tensor.contiguous()
+        return
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    for half in tensor.chunk(2, dim):
+        yield from _halves(half)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions lie in this order; those of length one as torch chooses them."""
+    for memory_format in (torch.contiguous_format, _FORMATS.get(len(shape), torch.contiguous_format)):
+        usual = torch.empty(shape, device="meta", memory_format=memory_format)
+        if order_of(usual) == order:
+            return usual.stride()
+    steps = list(accumulate((shape[dim] for dim in reversed(order)), int.__mul__, initial=1))
+    found = dict(zip(reversed(order), steps, strict=False))
+    return tuple(found.get(dim, 1) for dim in range(len(shape)))

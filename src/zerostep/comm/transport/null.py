@@ -1,0 +1,66 @@
+"""The transport of a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerostep.comm.transport.protocol import Parcel, Transport
+from zerostep.comm.transport.transfer import Done, Flight
+from zerostep.errors import TransportError
+
+__all__ = ["NullTransport"]
+
+
+class NullTransport:
+    """A world of one: there is nobody to talk to."""
+
+    rank = 0
+    world_size = 1
+    wire_device = torch.device("cpu")
+
+    def stream_ordered(self, device: torch.device) -> bool:
+        """There is no transfer to wait for."""
+        return device.type != "cpu"
+
+    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
+        """Nothing to bring."""
+        return [status]
+
+    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+        """Nobody to meet."""
+        return False
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """This rank's integers."""
+        return [list(values)]
+
+    def broadcast(self, memory: Tensor, source: int) -> None:
+        """`memory` is already everywhere."""
+
+    def start_send(self, memory: Tensor, to: int, tag: int = 0) -> Flight:
+        """There is no other rank."""
+        raise TransportError(f"cannot send to rank {to}: this is a world of one")
+
+    def start_receive(self, memory: Tensor, source: int, tag: int = 0) -> Flight:
+        """There is no other rank."""
+        raise TransportError(f"cannot receive from rank {source}: this is a world of one")
+
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """The sum over one rank."""
+        output.copy_(parts[0])
+        return Flight(Done(), output, "")
+
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+        """Every part is here."""
+        return Flight(Done(), memory, "")
+
+    def start_all_reduce(self, memory: Tensor) -> Flight:
+        """The sum over one rank."""
+        return Flight(Done(), memory, "")
+
+    def companion(self) -> Transport:
+        """Itself: no order to keep."""
+        return self

@@ -1,0 +1,531 @@
+"""`ZeroRedundancyOptimizer`: torch's face of the engine. Changing the import is the whole migration.
+
+Every rank updates the parameters it owns with an ordinary torch optimizer and sends them to the others. Gradients
+are reduced by DDP, or by whoever else the user trusts with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from traceback import walk_tb
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from zerostep.comm.agreement import agreed, records_of
+from zerostep.comm.background import Saves
+from zerostep.comm.objects import broadcast_object
+from zerostep.comm.transport import Parcel, Transport, connect
+from zerostep.errors import CheckpointError
+from zerostep.memory.bucket_memory import make_parcels
+from zerostep.optim.base import DividedOptimizer
+from zerostep.optim.dcp_guard import refuse_dcp
+from zerostep.optim.join import ShadowHook, UnevenInputs
+from zerostep.optim.view import Subject
+from zerostep.plan.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
+from zerostep.plan.layout import Span
+from zerostep.plan.ownership import Ownership
+from zerostep.state.expected import Recipe
+from zerostep.state.param_state import MASTER, Saved, Share, flat_like
+from zerostep.state.restore import local_part, validate
+from zerostep.state.state_dict import StateDict, collect, local_shard, merge
+from zerostep.step.inner_optimizers import commit
+from zerostep.step.overlap_pipeline import GradientCallback
+from zerostep.step.overlap_state import InsideBackward
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+logger = logging.getLogger("zerostep")
+
+_UPDATED, _FAILED = 0, 1
+
+
+class ZeroRedundancyOptimizer(DividedOptimizer):
+    """An optimizer whose state is divided among the ranks of a process group, a whole parameter to each owner.
+
+    Arguments:
+        params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. All ranks must pass the
+            same, in the same order; they compare notes and raise if they differ.
+        optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
+        process_group: the ranks to divide the state among; the whole world if not given.
+        parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
+            view of it. Saves the copies into and out of the transfer, at the price of changed storage.
+        overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
+        **defaults: options for the inner optimizer.
+
+    The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
+    call them. `state_dict` and `load_state_dict` are not.
+    """
+
+    optim: Optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        groups, problem = _attempt(params)
+        self._transport: Transport = connect(process_group, _first_device(groups))
+        self._saves = Saves(self._transport)
+        self.initialized = False
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        self.world_size, self.rank = self._transport.world_size, self._transport.rank
+        self.global_rank = dist.get_rank()
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._overlap_with_ddp = overlap_with_ddp
+        self._optimizer_class, self._class_options = optimizer_class, defaults
+        self._all_state_dicts = []
+        self._ownership: Ownership | None = None
+        self._prepared: Ownership | None = None
+        self._parcels: list[Parcel] = []
+        self._inside = InsideBackward() if overlap_with_ddp else None
+        self._uneven: UnevenInputs | None = None
+        self._shadow_hook: ShadowHook | None = None
+        self._steps, self._has_state = 0, False
+        self._broken: str | None = None
+        with agreed(self._transport) as statement:
+            if problem is not None:
+                raise problem
+            self._build(groups, optimizer_class, defaults)
+            statement.records = self._records()
+        self._prepare_memory()
+        self.initialized = True
+
+    def _build(self, groups: list[Group], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
+        _check_class(optimizer_class, self._overlap_with_ddp)
+        Joinable.__init__(self)
+        self._not_joining = self._join_config
+        Optimizer.__init__(self, groups, defaults)
+        refuse_sparse(self._all_params)
+        self.optim = optimizer_class(self._inner_groups(), **defaults)
+        self.defaults = {**self.optim.defaults, **defaults}
+        copy_options(self.optim.param_groups, self.param_groups)
+        if self._overlap_with_ddp:
+            self._step_supports_amp_scaling = True  # so that GradScaler comes to step() to be refused
+            if self.parameters_as_bucket_view:
+                logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
+
+    # ------------------------------------------------------------------ what is where
+
+    @property
+    def state(self) -> Any:
+        """The live state of this rank's shard, keyed by the user's parameters.
+
+        It is the inner optimizer's own mapping, or in overlap mode, where that one is keyed by leaves, one with the
+        same entries.
+        """
+        refuse_dcp("ZeroRedundancyOptimizer")
+        inner = self.__dict__.get("optim")
+        if inner is None:
+            return {}
+        return inner.state if self._inside is None else self._inside.state(inner)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "optim" in self.__dict__:
+            self.optim.state = value
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return all_params(self.param_groups)
+
+    @property
+    def _owners(self) -> Ownership:
+        if self._ownership is None:
+            # Inside backward, neighbours travel together.
+            self._ownership = Ownership(self.param_groups, self.world_size, in_order=self._overlap_with_ddp)
+        return self._ownership
+
+    @property
+    def _index_to_param(self) -> list[Tensor]:
+        return self._owners.params
+
+    @property
+    def _param_to_index(self) -> dict[Tensor, int]:
+        return self._owners.index_of
+
+    @property
+    def _param_to_rank(self) -> dict[Tensor, int]:
+        return self._owners.rank_of
+
+    def _clear_cache(self) -> None:
+        """Forget who owns what; also for callers that edit `param_groups` in place."""
+        self._ownership = None
+
+    def _partition_parameters(self) -> list[list[Group]]:
+        """For every rank its share of every group, as copies of the groups with fewer parameters."""
+        return [self._owners.share(rank) for rank in range(self.world_size)]
+
+    def _inner_groups(self) -> list[Group]:
+        """This rank's share of every group, as the inner optimizer holds it."""
+        groups = self._owners.share(self.rank)
+        return groups if self._inside is None else self._inside.leaves(groups)
+
+    @property
+    def _inner_index(self) -> dict[Tensor, int]:
+        """Global index by the tensors that the inner optimizer holds."""
+        leaf_of = {} if self._inside is None else self._inside.leaf_of
+        return {leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Update this rank's shard with the inner optimizer, then bring all parameters to all ranks.
+
+        Whatever is passed as `closure`, if not `None`, and all other keywords reach the inner optimizer's `step`
+        untouched. Returns what that returns.
+        """
+        self._check_usable()
+        if self._inside is not None:
+            return self._inside.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
+        joining = self._uneven if self._join_config.enable else None
+        if joining is not None:
+            # First the closure: in it, a DDP module may take over the announcement of this iteration.
+            closure = _evaluated(closure)
+            Join.notify_join_context(self)
+            joining.lend()
+        loss = self._step_and_sync(closure, kwargs)
+        if joining is not None:
+            joining.mark_gradients()
+        return loss
+
+    def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+        self._saves.look()
+        self._follow_parameters()
+        with self._failing_together(closure):
+            loss = self._local_step(closure, **kwargs)
+        self._sync_params()
+        return loss
+
+    def _local_step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """The first half of a step: the inner optimizer, with the options of the outer groups."""
+        copy_options(self.param_groups, self.optim.param_groups)
+        if closure is not None:
+            kwargs["closure"] = closure
+        with record_function("zerostep/update"):
+            loss = self.optim.step(**kwargs)
+        copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    def _sync_params(self) -> None:
+        """The second half of a step: every owner's parameters to all ranks."""
+        statuses = self._gather(_UPDATED)
+        failed = [rank for rank, status in enumerate(statuses) if status != _UPDATED]
+        if failed:
+            self._break(f"rank {failed[0]} failed in its local update, so its parameters are those of the step before")
+        self._steps += 1
+        self._has_state = True
+
+    def _gather(self, status: int) -> list[int]:
+        try:
+            with record_function("zerostep/gather"):
+                return self._active_transport.gather(self._parcels, status, self._owners.fingerprint)
+        except Exception as error:
+            self._break(f"the exchange of parameters failed: {error}", error)
+
+    @contextmanager
+    def _failing_together(self, closure: Any) -> Iterator[None]:
+        """An error in the local update of one rank ends the step of all ranks, where hosts meet in the exchange."""
+        versions = [param._version for param in all_params(self.optim.param_groups)] if closure is not None else []
+        try:
+            yield
+        except Exception as error:
+            # A closure may fail on one rank alone, while the others wait inside theirs: nobody would come to meet.
+            in_closure = _came_through(closure, error)
+            if not in_closure and self._active_transport.meets_on_host(self._parcels):
+                logger.error("the local update failed on rank %d: %s", self.rank, error)
+                self._gather(_FAILED)
+            if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:
+                self._broken = f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
+            raise
+
+    def _break(self, story: str, cause: Exception | None = None) -> NoReturn:
+        """Parameters and state no longer belong to one step: say so once, and refuse to go on from here."""
+        self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {story}"
+        raise RuntimeError(f"{self._broken}; restart from the last checkpoint on all ranks") from cause
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
+                "the model's and this optimizer's, on all ranks before going on"
+            )
+
+    # ------------------------------------------------------------------ memory follows the parameters
+
+    def _prepare_memory(self) -> None:
+        owners = self._prepared = self._owners
+        if self._inside is not None:
+            self._inside.prepare(self.optim, self.param_groups, owners)
+        else:
+            as_views = self.parameters_as_bucket_view
+            self._parcels = make_parcels(owners.layout, owners.params, as_views, self._parcels)
+
+    def _follow_parameters(self) -> None:
+        """Notice what the user did to the parameters since the last step."""
+        owners = self._owners
+        owners.check_shapes()
+        frozen_or_not = owners.trainability_changed()
+        if frozen_or_not:
+            logger.warning("requires_grad of some parameters changed: what each rank sends is planned anew")
+        if frozen_or_not or owners.moved():
+            self._clear_cache()
+        if self._owners is not self._prepared:
+            self._prepare_memory()
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, on all ranks; earlier parameters keep their owners."""
+        if not getattr(self, "initialized", False):
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+        try:
+            with agreed(self._transport) as statement:
+                self._append_group(param_group)
+                statement.records = self._records()
+        except Exception:
+            del self.param_groups[before:], self.optim.param_groups[before:]
+            self._clear_cache()
+            raise
+        self._prepare_memory()
+
+    def _append_group(self, param_group: Group) -> None:
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
+        super().add_param_group(normalise([param_group])[0])
+        refuse_sparse(self.param_groups[-1]["params"])
+        self._clear_cache()
+        self.optim.add_param_group(self._inner_groups()[-1])
+        copy_options(self.optim.param_groups, self.param_groups)
+
+    def _records(self) -> list[Any]:
+        specs = self._owners.layout.params
+        return records_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
+
+    @staticmethod
+    def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:
+        copy_options(src_param_groups, dst_param_groups)
+
+    # ------------------------------------------------------------------ steps inside backward
+
+    def set_gradient_callback(self, callback: GradientCallback | None) -> None:
+        """In overlap mode, call `callback(params, gradients)` before each update, to edit the gradients in place.
+
+        It is called once for each bucket of DDP, with the parameters that this rank owns in it, e.g. to clip values.
+        The gradients are copies: `.grad` stays what DDP reduced.
+        """
+        if self._inside is None:
+            raise ValueError("a gradient callback needs overlap_with_ddp=True; without it, edit .grad before step()")
+        self._inside.callback = callback
+
+    def _end_step_inside_backward(self) -> None:
+        self._steps += 1
+        self._has_state = True
+        self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
+
+    def _check_overlap_initialized(self) -> None:
+        """Overlap mode is ready from the start; kept for callers that ask."""
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _collected(self, to: int) -> list[Any]:
+        copy_options(self.param_groups, self.optim.param_groups)
+        return collect(self._transport, self.optim, self._inner_index, to)
+
+    def _whole(self) -> StateDict:
+        return merge(self._all_state_dicts, self.param_groups)
+
+    def local_state_dict(self) -> StateDict:
+        """This rank's part of the state, as a copy in host memory; local, like `state_dict`.
+
+        Saved by every rank, such parts make a checkpoint without gathering anything: `zerostep.merge_shards` puts them
+        together again, for any optimizer and any world size.
+        """
+        self._check_usable()
+        copy_options(self.param_groups, self.optim.param_groups)
+        return local_shard(self.optim, self._inner_index, self.param_groups, self.rank, self.world_size)
+
+    def _take(self, state_dict: StateDict) -> None:
+        numbers = validate(state_dict, self.param_groups, [self.optim] * len(self.param_groups), self.state)
+        if state_dict["state"] or self._has_state:
+            index_of = self._inner_index
+            owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
+            commit(self.optim, local_part(state_dict, numbers, owned))
+        else:
+            # Some launchers load what state_dict() gave before the first step; some optimizers start with state.
+            copy_options(deepcopy([options(group) for group in state_dict["param_groups"]]), self.optim.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
+        self._has_state = bool(state_dict["state"])
+
+    def _checkpoint_subject(self) -> Subject:
+        self._refuse_joining()
+        return Subject(
+            everyone=self._transport,
+            rank=self.rank,
+            writes=True,
+            layout=self._owners.layout,
+            params=self._owners.params,
+            groups=self.param_groups,
+            kinds=[type(self.optim).__name__] * len(self.param_groups),
+            step=self._steps,
+            saves=self._saves,
+            settle=self._check_usable,
+            shares=self._shares,
+            others=self._others,
+            restore=self._restore,
+            spoil=self._spoil,
+        )
+
+    def _others(self) -> dict[str, Any]:
+        """What the inner optimizer keeps under other names than its parameters'."""
+        found: dict[Any, Any] = dict(self.optim.state)
+        return {key: value for key, value in found.items() if isinstance(key, str)}
+
+    _proves = False
+
+    def _recipe(self, group: int) -> Recipe:
+        """How the state of a group's parameters comes about."""
+        return Recipe(self._optimizer_class, self._class_options, options(self.param_groups[group]), None)
+
+    def _shares(self) -> Iterator[Share]:
+        numbers = self._param_to_index
+        for param, entry in self.state.items():
+            if isinstance(param, Tensor) and entry:
+                if MASTER in entry:
+                    raise CheckpointError(f"the optimizer keeps a state of its own under the reserved name {MASTER!r}")
+                like = flat_like(entry, param)
+                rest = {key: value for key, value in entry.items() if key not in like}
+                yield Share(numbers[param], Span(0, param.numel()), like, rest)
+
+    def _restore(
+        self, saved: Mapping[int, Saved], others: Mapping[str, Any], options: Sequence[Group], step: int
+    ) -> Callable[[], None]:
+        numbers = self._inner_index
+        members = [[numbers[param] for param in group["params"]] for group in self.optim.param_groups]
+        state = {
+            number: {key: saved[number].whole(key) for key in saved[number].names() if key != MASTER}
+            for owned in members
+            for number in owned
+            if number in saved
+        }
+        state = {number: entry for number, entry in state.items() if entry}
+        groups = [{**chosen, "params": owned} for chosen, owned in zip(options, members, strict=True)]
+
+        def apply() -> None:
+            commit(self.optim, {"state": {**state, **others}, "param_groups": groups}, fresh=True)
+            copy_options(self.optim.param_groups, self.param_groups)
+            self._has_state, self._steps = bool(saved), step
+            self._all_state_dicts, self._broken = [], None
+
+        return apply
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._owners.device
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
+        if self._inside is not None:
+            return JoinHook()  # DDP's own shadow runs the hook that steps
+        if self._uneven is None:
+            self._uneven = UnevenInputs(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
+        self._uneven.enter()
+        # Kept: after a context that was left by an error, a rank that saw no forward pass in it still has to hand over.
+        self._shadow_hook = ShadowHook(self, self._uneven)
+        return self._shadow_hook
+
+    @property
+    def _active_transport(self) -> Transport:
+        aside = self._uneven is not None and self._uneven.someone_joined
+        return self._uneven.companion if aside and self._uneven is not None else self._transport
+
+    def _shadow_step(self) -> None:
+        self._check_usable()
+        self._step_and_sync(None, {})
+
+    def _leave_join_context(self) -> None:
+        self._join_config = self._not_joining
+        if self._uneven is not None:
+            self._uneven.someone_joined = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, not only of those that this rank owns."""
+        if self._inside is not None:
+            self._inside.refuse_edited_gradients()
+        super().zero_grad(set_to_none)
+        if self._uneven is not None and self._join_config.enable:
+            self._uneven.mark_gradients()
+
+
+def _broadcast_object(
+    obj: Any,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """Send a nested value of tensors and plain data from world rank `src_rank` to all ranks of `group`.
+
+    The source gets `obj` back; the others get a copy with its tensors on `device`.
+    """
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None
+    return broadcast_object(connect(found), obj, dist.get_group_rank(found, src_rank), torch.device(device))
+
+
+def _attempt(params: Any) -> tuple[list[Group], Exception | None]:
+    """Groups or what is wrong with `params`; it is told when all ranks can hear it."""
+    try:
+        return normalise(params), None
+    except Exception as error:
+        return [], error
+
+
+def _first_device(groups: Sequence[Group]) -> torch.device | None:
+    found = [group["params"] for group in groups]
+    first = next((entry for params in found for entry in ([params] if isinstance(params, Tensor) else params)), None)
+    tensor = first[1] if isinstance(first, tuple) else first
+    return tensor.device if isinstance(tensor, Tensor) else None
+
+
+def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
+    if not callable(optimizer_class):
+        raise TypeError(f"optimizer_class must be an optimizer class, got {optimizer_class!r}")
+    if getattr(optimizer_class, "__module__", "").startswith("torch.distributed.optim.functional_"):
+        raise ValueError(
+            f"{optimizer_class.__name__} is a functional optimizer, given with overlap_with_ddp={overlap_with_ddp}; "
+            "it is neither needed nor supported: pass the ordinary class from torch.optim"
+        )
+
+
+def _came_through(closure: Any, error: Exception) -> bool:
+    """Whether the error was raised inside the user's closure: a function, a method, a partial or another callable."""
+    while isinstance(closure, partial):
+        closure = closure.func
+    candidates = (closure, getattr(closure, "__func__", None), getattr(type(closure), "__call__", None))  # noqa: B004
+    codes = {getattr(candidate, "__code__", None) for candidate in candidates} - {None}
+    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
+
+
+def _evaluated(closure: Any) -> Any:
+    """Inside a join context gradients are lent before the update, so the closure that makes them runs first."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss

@@ -1,0 +1,82 @@
+"""Who owns which parameter of an optimizer's groups, and whether the parameters are still what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zerostep.plan.groups import Group, all_params, param_specs, share
+from zerostep.plan.layout import Layout
+from zerostep.plan.partition import plan
+
+__all__ = ["Ownership"]
+
+
+class Ownership:
+    """A layout of whole parameters, and the tensors that it speaks of."""
+
+    def __init__(self, groups: Sequence[Group], world_size: int, in_order: bool = False) -> None:
+        self._groups = [dict(group) for group in groups]
+        self.params = all_params(groups)
+        self.layout: Layout = plan(param_specs(groups), world_size, in_order)
+        self._trainable = [param.requires_grad for param in self.params]
+        self._shapes = [param.shape for param in self.params]
+        self._dtypes = [param.dtype for param in self.params]
+        self._devices = [param.device for param in self.params]
+
+    @cached_property
+    def index_of(self) -> dict[Tensor, int]:
+        """The number of each parameter; the first one if a group lists it twice."""
+        found: dict[Tensor, int] = {}
+        for index, param in enumerate(self.params):
+            found.setdefault(param, index)
+        return found
+
+    @cached_property
+    def rank_of(self) -> dict[Tensor, int]:
+        """The owner of each parameter."""
+        return {param: self.layout.owner_of(index) for param, index in self.index_of.items()}
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that two ranks share only if they would send the same parameters in the same messages."""
+        return int(self.layout.digest()[:15], 16)
+
+    def owned(self, rank: int) -> list[Tensor]:
+        """The trainable parameters of `rank`, in the same order on all ranks."""
+        return [param for param, owner in self.rank_of.items() if owner == rank and param.requires_grad]
+
+    def share(self, rank: int) -> list[Group]:
+        """The groups, each with the parameters that `rank` owns, in the order in which they were assigned."""
+        return [share(group, self._places(group["params"], rank)) for group in self._groups]
+
+    def _places(self, params: Sequence[Tensor], rank: int) -> list[int]:
+        ranks = self.rank_of
+        mine = [place for place, param in enumerate(params) if ranks[param] == rank]
+        return sorted(mine, key=lambda place: -params[place].numel())
+
+    def trainability_changed(self) -> bool:
+        """Whether `requires_grad` of some parameter is no longer what it was."""
+        return any(param.requires_grad != was for param, was in zip(self.params, self._trainable, strict=True))
+
+    def moved(self) -> bool:
+        """Whether some parameter has changed its dtype or device."""
+        now = zip(self.params, self._dtypes, self._devices, strict=True)
+        return any(param.dtype is not dtype or param.device != device for param, dtype, device in now)
+
+    def check_shapes(self) -> None:
+        """A parameter that changes its size would change owners, and leave its state behind."""
+        for index, (param, shape) in enumerate(zip(self.params, self._shapes, strict=True)):
+            if param.shape != shape:
+                raise ValueError(
+                    f"parameter {index} had shape {tuple(shape)} and now has {tuple(param.shape)}: "
+                    "build a new optimizer for parameters of other shapes"
+                )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.params[0].device

@@ -1,0 +1,206 @@
+"""One iteration of overlap mode: DDP's buckets come in, updated parameters go out.
+
+DDP is only the clock. Its hook says when the gradients of a bucket are ready; who owns which parameter was settled
+when the optimizer was built. So DDP may rebuild its buckets as it likes, and the first backward pass already counts.
+
+For every bucket, in the order of DDP and on all ranks alike::
+
+    reduce    the wrapped hook's own future
+    update    one step of the inner optimizer, with its groups narrowed to the bucket's leaves
+    gather    the bucket's parameters, from their owners to all ranks
+
+The inner optimizer works on *leaves*, tensors that share the parameters' memory, so that nobody touches the user's
+`.grad` while backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from zerostep.comm.agreement import first_failure
+from zerostep.comm.transport import Parcel, Transport
+from zerostep.memory.bucket_memory import make_parcels
+from zerostep.plan.groups import Group, copy_options, options
+from zerostep.plan.ownership import Ownership
+from zerostep.plan.partition import restrict
+from zerostep.step.ddp_hook import as_stored
+
+__all__ = ["Arrival", "BucketPlan", "GradientCallback", "Pipeline"]
+
+GradientCallback = Callable[[Sequence[Tensor], Sequence[Any]], None]
+
+_UPDATED, _FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """A bucket of DDP as the optimizer sees it: its own parameters in it, and how they travel."""
+
+    params: tuple[Tensor, ...]
+    places: tuple[int, ...]
+    parcels: tuple[Parcel, ...]
+    fingerprint: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A bucket whose reduction is under way."""
+
+    index: int
+    is_last: bool
+    plan: BucketPlan
+    views: tuple[Tensor, ...]
+    buffer: Tensor
+    used: tuple[bool, ...] | None
+
+    def gradients(self, reduced: Tensor) -> list[Tensor]:
+        """The gradients of our parameters in the reduced bucket, which need not lie where DDP's bucket lies."""
+        flat = reduced.reshape(-1)
+        shift = flat.storage_offset() - self.buffer.storage_offset()
+        return [flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in self.views]
+
+
+class Pipeline:
+    """The moving parts of overlap mode: what the buckets of this iteration have done to the inner optimizer."""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        outer_groups: Sequence[Group],
+        leaf_of: Mapping[Tensor, Tensor],
+        ownership: Ownership,
+    ) -> None:
+        self._inner, self._outer_groups, self._leaf_of = inner, outer_groups, leaf_of
+        self._layout, self._index_of = ownership.layout, ownership.index_of
+        self._plans: dict[tuple[int, ...], BucketPlan] = {}
+        self._before: list[Group] = []
+        self._after: list[Group] | None = None
+        self._error: Exception | None = None
+        self._used: dict[Tensor, bool] = {}
+        self.gradient_callback: GradientCallback | None = None
+
+    def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> Arrival:
+        """Take note of a bucket, in the thread of backward, while its reduction is still to come.
+
+        `used` tells whether a parameter got a gradient on this rank, or is `None` where all must have got one.
+        """
+        plan, views = self._plan(bucket.parameters()), bucket.gradients()
+        return Arrival(
+            bucket.index(),
+            bucket.is_last(),
+            plan,
+            tuple(as_stored(views[place], param) for place, param in zip(plan.places, plan.params, strict=True)),
+            bucket.buffer(),
+            None if used is None else tuple(used(param) for param in plan.params),
+        )
+
+    def process(self, arrival: Arrival, reduced: Tensor | Exception, transport: Transport, control: Transport) -> None:
+        """Update and gather one bucket; all ranks, in the order of the buckets.
+
+        If the reduction or the update fails on one rank it fails on all, where hosts meet in the exchange. The
+        remaining buckets are then only gathered: nobody waits for a message that never comes, and the replicas stay
+        equal. The error is raised with the last bucket, because DDP waits for no bucket after a failed one, and
+        parameters must not move once backward has returned.
+        """
+        if arrival.index == 0:
+            self._begin()
+        wanted = _agree(arrival.used, len(arrival.plan.params), control)
+        self._used.update(zip(arrival.plan.params, wanted, strict=True))
+        failed_before = self._error is not None
+        if not failed_before:
+            with record_function(f"zerostep/update bucket {arrival.index}"):
+                self._try_update(arrival, reduced, wanted)
+        with record_function(f"zerostep/gather bucket {arrival.index}"):
+            status = _UPDATED if self._error is None else _FAILED
+            statuses = transport.gather(arrival.plan.parcels, status, arrival.plan.fingerprint)
+        if any(statuses) and len(statuses) > 1 and not failed_before:
+            self._error = first_failure(control, self._error)
+        if arrival.is_last:
+            if self._error is not None:
+                raise self._error
+            self._end()
+
+    def was_used(self, param: Tensor) -> bool:
+        """Whether some rank had a gradient for a parameter when its bucket was last here."""
+        return self._used.get(param, False)
+
+    def _plan(self, params: Sequence[Tensor]) -> BucketPlan:
+        key = tuple(map(id, params))
+        if key not in self._plans:
+            places = tuple(place for place, param in enumerate(params) if param in self._index_of)
+            known = tuple(params[place] for place in places)
+            part = restrict(self._layout, [self._index_of[param] for param in known])
+            parcels = tuple(make_parcels(part, known, as_views=False))
+            self._plans[key] = BucketPlan(known, places, parcels, int(part.digest()[:15], 16))
+        return self._plans[key]
+
+    def _begin(self) -> None:
+        """Every partial step of an iteration starts from the options that the user's groups have now."""
+        copy_options(self._outer_groups, self._inner.param_groups)
+        self._before, self._after, self._error = [dict(group) for group in self._inner.param_groups], None, None
+        for param, leaf in self._leaf_of.items():
+            if leaf.data_ptr() != param.data_ptr():
+                leaf.data = param.data
+
+    def _end(self) -> None:
+        """The options that one step leaves behind, whatever the number of partial steps."""
+        for group, after in zip(self._inner.param_groups, self._after or [], strict=bool(self._after)):
+            group.update(after)
+        copy_options(self._inner.param_groups, self._outer_groups)
+
+    def _try_update(self, arrival: Arrival, reduced: Tensor | Exception, wanted: Sequence[bool]) -> None:
+        leaves = []
+        try:
+            if isinstance(reduced, Exception):
+                raise reduced
+            grads = arrival.gradients(reduced)
+            for param, grad, want in zip(arrival.plan.params, grads, wanted, strict=True):
+                leaf = self._leaf_of.get(param)
+                if want and leaf is not None:
+                    leaf.grad = grad.to(leaf.dtype)
+                    leaves.append((self._layout.params[self._index_of[param]].group, param, leaf))
+            self._edit_gradients(leaves)
+            if leaves or (arrival.is_last and self._after is None):
+                self._partial_step(leaves)
+        except Exception as error:
+            self._error = error
+        finally:
+            for _, _, leaf in leaves:
+                leaf.grad = None
+
+    def _edit_gradients(self, leaves: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """The user's callback sees copies: `.grad` stays what DDP reduced."""
+        if self.gradient_callback is not None and leaves:
+            for _, _, leaf in leaves:
+                leaf.grad = leaf.grad.clone() if leaf.grad is not None else None
+            self.gradient_callback([param for _, param, _ in leaves], [leaf.grad for _, _, leaf in leaves])
+
+    def _partial_step(self, leaves: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        groups = self._inner.param_groups
+        for group in groups:
+            group["params"] = []
+        for number, _, leaf in leaves:
+            groups[number]["params"].append(leaf)
+        try:
+            self._inner.step()
+            self._after = [options(group) for group in groups]
+        finally:
+            for group, before in zip(groups, self._before, strict=True):
+                group.clear()
+                group.update(before)
+
+
+def _agree(used: Sequence[bool] | None, count: int, control: Transport) -> Sequence[bool]:
+    """Which parameters some rank has used. One that no rank has used keeps its value and state."""
+    if used is None:
+        return (True,) * count
+    words = [sum(1 << bit for bit, flag in enumerate(used[i : i + 62]) if flag) for i in range(0, count, 62)]
+    rows = control.all_gather_ints(words or [0])
+    return tuple(any(row[place // 62] >> (place % 62) & 1 for row in rows) for place in range(count))

@@ -1,0 +1,138 @@
+"""`zerostep demo`: what sharding buys, on this machine, in a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from zerostep.tools.demo import Demo, Progress, RankReport, RunReport
+
+__all__ = ["EPILOG", "demo"]
+
+EPILOG = """\b
+Examples:
+  zerostep demo
+  zerostep demo --ranks 4 --optimizer muon
+  zerostep demo --steps 100 --device cpu
+"""
+
+_LINES = 4  # how many lines tell of one run where there is no terminal
+
+
+def demo(
+    ranks: Annotated[int, typer.Option(help="Local processes to train with.")] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 30,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, muon (with AdamW) or adafactor.")] = "adamw",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda with a GPU for each rank, else cpu")
+    ] = None,
+) -> int:
+    """Train a small GPT with plain DDP, the drop-in and ShardedOptimizer; compare memory, time and numbers."""
+    from zerostep.tools.demo import Demo, run_demo, verdict
+
+    console = Console()
+    asked = Demo(ranks, steps, optimizer, device)
+    asked.check()
+    where = "over NCCL, a GPU each" if asked.place == "cuda" else "over Gloo, on the CPU"
+    count = f"{ranks} ranks" if ranks > 1 else "1 rank"
+    title = f"{count} {where}: a GPT on the standard library's sources, {optimizer}, {steps} steps"
+    console.print(title, soft_wrap=True)
+    with _display(console, asked) as tell:
+        reports = run_demo(asked, tell)
+    passed, lines = verdict(reports)
+    console.print(_memory_table(reports), _cost_table(reports), sep="")
+    console.print(*_notes(reports), *lines, sep="\n", soft_wrap=True)
+    return 0 if passed else 1
+
+
+@contextmanager
+def _display(console: Console, asked: Demo) -> Iterator[Callable[[Progress], None]]:
+    """Bars on a terminal, a few plain lines anywhere else."""
+    if not console.is_terminal:
+        yield lambda told: _print_line(console, asked, told)
+        return
+    columns = (
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[told]}"),
+    )
+    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+        starting = bars.add_task("starting the ranks", total=None, told="")
+        known = dict[str, TaskID]()
+
+        def tell(told: Progress) -> None:
+            bars.update(starting, visible=False)
+            if told.run not in known:
+                known[told.run] = bars.add_task(told.run, total=asked.steps, told="")
+            bars.update(known[told.run], completed=told.steps, told=f"loss {told.loss:.3f}")
+
+        yield tell
+
+
+def _print_line(console: Console, asked: Demo, told: Progress) -> None:
+    every = max(1, asked.steps // _LINES)
+    if told.steps == asked.steps or told.steps % every < min(every, 5):
+        console.print(f"{told.run}: step {told.steps} of {asked.steps}, loss {told.loss:.3f}", soft_wrap=True)
+
+
+def _table(title: str, names: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
+    return table
+
+
+def _memory_table(reports: Sequence[RankReport]) -> Table:
+    table = _table(
+        "memory of the fullest rank in MB, predicted / measured", ("run", "params", "gradients", "state", "total")
+    )
+    for place in range(len(reports[0].runs)):
+        run = max((report.runs[place] for report in reports), key=lambda run: run.measured.total)
+        pairs = [
+            (getattr(run.predicted, name), getattr(run.measured, name))
+            for name in ("parameters", "gradients", "state", "total")
+        ]
+        table.add_row(run.name, *(f"{a / 1e6:.2f} / {b / 1e6:.2f}" for a, b in pairs))
+    return table
+
+
+def _cost_table(reports: Sequence[RankReport]) -> Table:
+    names = ("run", "step ms", "sent MB", "exposed ms", "first loss", "last loss")
+    table = _table("a step of the slowest rank", names)
+    for place in range(len(reports[0].runs)):
+        runs = [report.runs[place] for report in reports]
+        table.add_row(runs[0].name, *_costs(runs))
+    return table
+
+
+def _costs(runs: Sequence[RunReport]) -> list[str]:
+    exposed = [run.exposed_ms for run in runs if run.exposed_ms is not None]
+    return [
+        f"{max(run.step_ms for run in runs):.1f}",
+        f"{max(run.wire_bytes for run in runs) / 1e6:.2f}",
+        f"{max(exposed):.1f}" if exposed else "-",
+        f"{runs[0].first_loss:.4f}",
+        f"{runs[0].last_loss:.4f}",
+    ]
+
+
+def _notes(reports: Sequence[RankReport]) -> list[str]:
+    lines = [
+        "drop-in: ZeroRedundancyOptimizer in DDP. Gradients: at the end of backward, with what is under way.",
+        "Sent: by a rank in a step, counted by ShardedOptimizer, computed for the others.",
+        "Exposed: the part of a step in which a rank waited for others. Losses are rank 0's.",
+        "",
+    ]
+    if any(run.exposed_ms is None for run in reports[0].runs):
+        lines.insert(3, "On GPUs the host does not wait; zerostep trace shows what is exposed there.")
+    return lines

@@ -1,0 +1,203 @@
+"""`zerostep plan`: memory per rank before there are any ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from zerostep.tools.planner.comparison import Comparison
+    from zerostep.tools.planner.report import Forecast
+
+__all__ = ["EPILOG", "plan"]
+
+_WIDE = 160
+EPILOG = """\b
+Examples:
+  zerostep plan --model llama-7b --ranks 8 --dtype bf16 --master-dtype fp32
+  zerostep plan --model model.safetensors.index.json --plot memory.svg
+  zerostep plan --model my_package:make_model --optimizer SGD \\
+      --option momentum=0.9
+  zerostep plan --model gpt2-xl --matrix-optimizer Muon --ranks 16
+  zerostep plan --model llama-70b --mesh 64x64 --dtype bf16 --json \\
+      --bandwidth 50 --flops 400e12 --tokens 8192
+"""
+
+
+class _Device(StrEnum):
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class _Partition(StrEnum):
+    AUTO = "auto"
+    ELEMENTS = "elements"
+    PARAMETERS = "parameters"
+
+
+class _Gather(StrEnum):
+    STEP = "step"
+    FORWARD = "forward"
+
+
+_Model = Annotated[str, typer.Option(help="package.module:factory, a .safetensors file or index, or gpt2, gpt2-xl, llama-7b, llama-70b.", show_default=False)]  # fmt: skip  # noqa: E501
+_Ranks = Annotated[int, typer.Option(help="How many ranks train; with --mesh that tells.")]
+_Mesh = Annotated[str | None, typer.Option(metavar="RxS", help="R copies, each divided among S ranks.")]
+_Optimizer = Annotated[str, typer.Option(help="A class of torch.optim, or package.module:Class.")]
+_Option = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the optimizer; again for each.")]  # fmt: skip  # noqa: E501
+_Matrix = Annotated[str | None, typer.Option(help="Another class for the matrices of numbered blocks, such as Muon.")]
+_MatrixOption = Annotated[list[str] | None, typer.Option("--matrix-option", metavar="NAME=VALUE", help="An option of that class.")]  # fmt: skip  # noqa: E501
+_Dtype = Annotated[str | None, typer.Option(help="The dtype of parameters; the model's own if not given.")]
+_MasterDtype = Annotated[str | None, typer.Option(help="Keep masters in this dtype.")]
+_ReduceDtype = Annotated[str | None, typer.Option(help="Sum gradients in this dtype.")]
+_Cut = Annotated[_Partition, typer.Option(help="What ShardedOptimizer may cut.")]
+_Sharding = Annotated[bool, typer.Option(help="Off: show ShardedOptimizer in DDP too, which keeps whole gradients.")]
+_Views = Annotated[bool, typer.Option("--bucket-view", help="DDP has gradient_as_bucket_view=True.")]
+_BucketMb = Annotated[float | None, typer.Option(help="The size of ShardedOptimizer's buckets in MiB.")]
+_Place = Annotated[_Device, typer.Option(help="Where parameters lie.")]
+_When = Annotated[_Gather, typer.Option(help="Where new parameters are waited for, in the forecast.")]
+_Bandwidth = Annotated[float | None, typer.Option(help="GB/s that a rank sends: forecast the step time.")]
+_Latency = Annotated[float, typer.Option(help="Microseconds that each message costs beside its bytes.")]
+_Error = Annotated[float, typer.Option(help="Percent by which collectives may take less or more.")]
+_Flops = Annotated[float | None, typer.Option(help="FLOP/s that a rank achieves, such as 400e12.")]
+_Tokens = Annotated[int, typer.Option(help="Tokens of one rank's batch.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
+_Plot = Annotated[Path | None, typer.Option(metavar="OUT.png|svg", help="Draw the table as stacked bars.")]
+
+
+def plan(  # noqa: PLR0913
+    model: _Model,
+    ranks: _Ranks = 8,
+    mesh: _Mesh = None,
+    optimizer: _Optimizer = "AdamW",
+    option: _Option = None,
+    matrix_optimizer: _Matrix = None,
+    matrix_option: _MatrixOption = None,
+    dtype: _Dtype = None,
+    master_dtype: _MasterDtype = None,
+    reduce_dtype: _ReduceDtype = None,
+    partition: _Cut = _Partition.AUTO,
+    shard_gradients: _Sharding = True,
+    bucket_view: _Views = False,
+    bucket_mb: _BucketMb = None,
+    device: _Place = _Device.CUDA,
+    gather: _When = _Gather.STEP,
+    bandwidth: _Bandwidth = None,
+    latency: _Latency = 5.0,
+    error: _Error = 20.0,
+    flops: _Flops = None,
+    tokens: _Tokens = 4096,
+    as_json: _Json = False,
+    plot: _Plot = None,
+) -> int:
+    """Show the memory of each rank, bytes on the wire and step times, before there are any ranks.
+
+    The real optimizer class is run on tensors without memory, and the layout is the one that training would have. Plain
+    DDP, whole-parameter sharding, ShardedOptimizer (ZeRO-2) and FSDP-style full sharding are shown side by side.
+    """
+    from zerostep.tools.planner.comparison import Request, compare
+    from zerostep.tools.planner.picture import check_path
+    from zerostep.tools.planner.recipe import Recipe, dtype_named
+    from zerostep.tools.planner.sources import load
+
+    count, shards = _ranks(ranks, mesh)
+    settings = _settings(partition, gather, master_dtype, reduce_dtype, bucket_mb)
+    matrices = _rule(matrix_optimizer, matrix_option, "matrix-") if matrix_optimizer else None
+    request = Request(
+        load(model, dtype_named(dtype, "--dtype") if dtype else None),
+        Recipe(_rule(optimizer, option), matrices),
+        count,
+        shards,
+        settings,
+        device.value,
+        not shard_gradients,
+        bucket_view,
+    )
+    wanted = _forecast_inputs(bandwidth, latency, error, flops, tokens)
+    if plot is not None:
+        check_path(plot)
+    found = compare(request)
+    _show(found, wanted, as_json)
+    if plot is not None:
+        _draw(found, plot)
+    return 0
+
+
+def _ranks(ranks: int, mesh: str | None) -> tuple[int, int]:
+    from zerostep.tools.planner.errors import PlanError
+
+    if mesh is None:
+        return ranks, ranks
+    replicas, sign, shards = mesh.lower().partition("x")
+    if not sign or not replicas.isdigit() or not shards.isdigit() or not int(replicas) * int(shards):
+        raise PlanError(f"--mesh {mesh} is not RxS: write for example --mesh 8x64, 8 copies of 64 shards")
+    return int(replicas) * int(shards), int(shards)
+
+
+def _settings(
+    partition: _Partition, gather: _Gather, master: str | None, reduce: str | None, bucket_mb: float | None
+) -> Any:
+    from zerostep.plan.layout_planner import Settings
+    from zerostep.tools.planner.recipe import dtype_named
+
+    return Settings(
+        partition=partition.value,
+        gather=gather.value,
+        master_dtype=dtype_named(master, "--master-dtype") if master else None,
+        reduce_dtype=dtype_named(reduce, "--reduce-dtype") if reduce else None,
+        bucket_mb=bucket_mb,
+    )
+
+
+def _rule(name: str, options: list[str] | None, prefix: str = "") -> Any:
+    from zerostep.tools.planner.recipe import Rule, optimizer_class, parse_options
+
+    return Rule(optimizer_class(name, f"--{prefix}optimizer"), parse_options(options or [], f"--{prefix}option"))
+
+
+def _forecast_inputs(bandwidth: float | None, latency: float, error: float, flops: float | None, tokens: int) -> Any:
+    from zerostep.tools.planner.errors import PlanError
+    from zerostep.tools.planner.forecast import Compute, Network
+
+    if bandwidth is None and flops is None:
+        return None
+    if bandwidth is None or flops is None:
+        missing = "--bandwidth" if bandwidth is None else "--flops"
+        raise PlanError(f"a forecast needs both --bandwidth and --flops: add {missing}")
+    for name, value in (("--bandwidth", bandwidth), ("--flops", flops), ("--tokens", tokens)):
+        if not 0 < value < math.inf:
+            raise PlanError(f"{name} must be a positive number, not {value:g}")
+    if not 0 <= latency < math.inf:
+        raise PlanError(f"--latency must be zero or more microseconds, not {latency:g}")
+    if not 0 <= error < 100:
+        raise PlanError(f"--error must be at least 0 and less than 100 percent, not {error:g}")
+    return Compute(flops, tokens), Network(bandwidth * 1e9, latency * 1e-6, error / 100)
+
+
+def _show(found: Comparison, wanted: Any, as_json: bool) -> None:
+    from zerostep.tools.planner import report
+
+    times: Forecast | None = None if wanted is None else report.forecast(found, *wanted)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json(found, times), indent=2) + "\n")
+        return
+    plain = not Console().is_terminal
+    console = Console(width=max(_WIDE, Console().width))  # a long line is better than one that is cut
+    console.print(report.as_text(found, times, plain), soft_wrap=True, highlight=False)
+
+
+def _draw(found: Comparison, path: Path) -> None:
+    from zerostep.tools.planner.errors import PlanError
+    from zerostep.tools.planner.picture import draw
+
+    try:
+        draw(found, path)
+    except ModuleNotFoundError as missing:
+        raise PlanError(f"--plot needs {missing.name}: pip install 'zerostep[cli]'") from missing

@@ -1,0 +1,174 @@
+"""Three ways of training one model, and what each costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
+from zerostep.tools.demo.choices import SETTINGS, Choice, groups, parts
+from zerostep.tools.demo.report import Sizes
+
+__all__ = ["DdpRun", "Run", "ShardedRun"]
+
+
+class Run(Protocol):
+    """A model and what trains it."""
+
+    name: str
+    model: nn.Module
+    counted: bool
+
+    def step(self, window: Tensor) -> Tensor:
+        """One training step; the loss."""
+
+    def settle(self) -> None:
+        """Return when nothing of the last step is under way."""
+
+    def waited(self) -> float:
+        """The seconds for which this rank has waited for others so far."""
+
+    def sizes(self) -> Sizes:
+        """Bytes on this rank; gradients as at the end of the last backward pass."""
+
+    def wire_bytes(self, steps: int) -> int:
+        """The bytes this rank sends in a step."""
+
+
+class DdpRun:
+    """DDP with plain optimizers, or with the drop-in."""
+
+    def __init__(self, model: nn.Module, choice: Choice, sharded: bool) -> None:
+        self.name = "drop-in" if sharded else "plain DDP"
+        self.counted = False
+        # Gradients in DDP's own buckets, so that they are in memory once.
+        self.model: nn.Module = DDP(model, gradient_as_bucket_view=True)
+        self._optimizers = [_optimizer(part, sharded) for part in parts(choice, model)]
+        self._last_gradient = self._updated = self._waited = 0.0
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(self._note_gradient)
+        for optimizer in self._inners:
+            optimizer.register_step_pre_hook(self._begin_update)
+            optimizer.register_step_post_hook(self._end_update)
+
+    def step(self, window: Tensor) -> Tensor:
+        """One training step; waits are what comes after the last gradient, and all but the update of a step."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        loss: Tensor = self.model(window)
+        loss.backward()
+        back = time.perf_counter()
+        self._updated = 0.0
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._waited += back - self._last_gradient
+        if self._optimizers != self._inners:
+            self._waited += time.perf_counter() - back - self._updated
+        return loss
+
+    @property
+    def _inners(self) -> list[Optimizer]:
+        return [o.optim if isinstance(o, ZeroRedundancyOptimizer) else o for o in self._optimizers]
+
+    def _note_gradient(self, _: Tensor) -> None:
+        self._last_gradient = time.perf_counter()
+
+    def _begin_update(self, *_: Any) -> None:
+        self._updated -= time.perf_counter()
+
+    def _end_update(self, *_: Any) -> None:
+        self._updated += time.perf_counter()
+
+    def settle(self) -> None:
+        """Nothing is under way after a step."""
+
+    def waited(self) -> float:
+        """Seconds so far."""
+        return self._waited
+
+    def sizes(self) -> Sizes:
+        """Gradients stay until they are dropped."""
+        params = list(self.model.parameters())
+        return Sizes(_memory(params), _memory(p.grad for p in params), _state_bytes(self._inners))
+
+    def wire_bytes(self, steps: int) -> int:
+        """A ring's share of an all-reduce of all gradients; and what this rank owns, to all others."""
+        world, params = dist.get_world_size(), list(self.model.parameters())
+        reduced = 2 * (world - 1) * sum(param.nbytes for param in params) // world
+        owned = sum(p.nbytes for o in self._inners for group in o.param_groups for p in group["params"])
+        return reduced + (owned * (world - 1) if self._optimizers != self._inners else 0)
+
+
+class ShardedRun:
+    """A bare module with `ShardedOptimizer`."""
+
+    def __init__(self, model: nn.Module, choice: Choice) -> None:
+        self.name, self.model, self.counted = "ShardedOptimizer", model, True
+        self._optimizer = ShardedOptimizer(
+            model, choice.common, groups(choice, model), gather=SETTINGS.gather, **choice.options
+        )
+        self._sent_before = self._optimizer.stats().bytes_sent
+        self._gradient_bytes = 0
+
+    def step(self, window: Tensor) -> Tensor:
+        """One training step; the new parameters are still on their way at the end."""
+        self._optimizer.zero_grad()
+        loss: Tensor = self.model(window)
+        loss.backward()
+        if not self._gradient_bytes:
+            self._gradient_bytes = _gradient_bytes(self._optimizer)
+        self._optimizer.step()
+        return loss
+
+    def settle(self) -> None:
+        """Wait for all parameters."""
+        self._optimizer.synchronize()
+
+    def waited(self) -> float:
+        """Seconds so far."""
+        return sum(self._optimizer.stats().wait_seconds.values())
+
+    def sizes(self) -> Sizes:
+        """Gradients of the first pass, before the step uses them up."""
+        state = _state_bytes(self._optimizer._inners.all)
+        return Sizes(_memory(self.model.parameters()), self._gradient_bytes, state)
+
+    def wire_bytes(self, steps: int) -> int:
+        """What it has counted."""
+        return (self._optimizer.stats().bytes_sent - self._sent_before) // steps
+
+
+def _optimizer(part: Any, sharded: bool) -> Optimizer:
+    params = [param for _, param in part.named]
+    return ZeroRedundancyOptimizer(params, part.kind, **part.options) if sharded else part.kind(params, **part.options)
+
+
+def _gradient_bytes(optimizer: ShardedOptimizer) -> int:
+    """What the gradients take: owned sums, buckets under way, and room for what is received."""
+    reduction = optimizer._running.reduction
+    flying = [[memory, *getattr(found, "rooms", {}).values()] for _, _, found, memory in reduction._flying]
+    return _memory([*reduction.kept.values(), *(tensor for tensors in flying for tensor in tensors)])
+
+
+def _state_bytes(optimizers: Sequence[Optimizer]) -> int:
+    values = [value for optimizer in optimizers for entry in optimizer.state.values() for value in entry.values()]
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _memory(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of memory, each once, whoever shares it."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the accelerator, so that a clock tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

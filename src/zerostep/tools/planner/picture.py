@@ -1,0 +1,98 @@
+"""The comparison as a picture: one stacked bar for each strategy, from zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zerostep.tools.planner.comparison import Comparison, Row
+from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.planner.report import PARTS, percent, scale
+
+__all__ = ["FORMATS", "check_path", "draw"]
+
+FORMATS = (".png", ".svg")
+_WORDS = {"buffers": "model buffers", "scratch": "communication scratch"}
+# Colours that people with any kind of sight tell apart, and that differ in lightness too.
+_COLOURS = ("#332288", "#88ccee", "#117733", "#ddcc77", "#aa4499", "#cc6677")
+_LIGHT = ("#88ccee", "#ddcc77")
+_ROOM_FOR_A_NUMBER = 0.045
+
+
+def check_path(path: Path) -> None:
+    """`PlanError` for a picture that could not be written."""
+    if path.suffix.lower() not in FORMATS:
+        raise PlanError(f"--plot {path} is neither .png nor .svg: give the picture one of these endings")
+    if not path.parent.is_dir():
+        raise PlanError(f"--plot {path} cannot be written: {path.parent} is not a directory: make it first")
+
+
+def draw(found: Comparison, path: Path) -> None:
+    """Write the picture; its name says in which format."""
+    check_path(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.fonttype": "none", "font.size": 10}):
+        figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.62 * len(found.rows)), layout="constrained")
+        _bars(axes, found)
+        _dress(axes, found)
+        try:
+            figure.savefig(path, dpi=150)
+        except OSError as error:
+            raise PlanError(f"--plot {path} cannot be written: {error.strerror}: choose another place") from error
+        finally:
+            pyplot.close(figure)
+
+
+def _bars(axes: Any, found: Comparison) -> None:
+    size, unit = scale(found)
+    longest = max(row.largest.total for row in found.rows) / size
+    parts = [part for part in PARTS if any(getattr(row.largest, part) for row in found.rows)]
+    names = [_label(row) for row in found.rows]
+    left = [0.0] * len(names)
+    for part in parts:
+        colour = _COLOURS[PARTS.index(part)]
+        widths = [getattr(row.largest, part) / size for row in found.rows]
+        bars = axes.barh(
+            names, widths, left=left, color=colour, label=_WORDS.get(part, part), edgecolor="white", linewidth=0.4
+        )
+        inside = [_number(width) if width > _ROOM_FOR_A_NUMBER * longest else "" for width in widths]
+        axes.bar_label(bars, inside, label_type="center", fontsize=8, color="black" if colour in _LIGHT else "white")
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, (total, row) in enumerate(zip(left, found.rows, strict=True)):
+        share = row.largest.total / found.plain.largest.total
+        axes.text(total + 0.01 * longest, place, f"{_number(total)} {unit} ({percent(share)})", va="center", fontsize=9)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _label(row: Row) -> str:
+    return row.strategy.value.replace(" in DDP", "\nin DDP")
+
+
+def _dress(axes: Any, found: Comparison) -> None:
+    size, unit = scale(found)
+    longest = max(row.largest.total for row in found.rows) / size
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * longest)
+    axes.set_xlabel(f"{unit} on the largest rank, without activations")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(_title(found), loc="left", fontsize=11, pad=34)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=9,
+        borderaxespad=0.2, handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _title(found: Comparison) -> str:
+    request = found.request
+    masters = request.settings.master_dtype
+    with_masters = "" if masters is None else f", {str(masters).removeprefix('torch.')} masters"
+    return f"{request.source.title}, {request.recipe.title}{with_masters}: memory per rank on {request.ranks:,} ranks"

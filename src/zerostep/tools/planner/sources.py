@@ -1,0 +1,196 @@
+"""Where parameters come from: a model factory, a safetensors file or index, a named shape. None brings its numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.planner.shapes import NAMED_SHAPES, parameters_of
+
+__all__ = ["Source", "load", "resolve"]
+
+_WANTED = "give package.module:factory, a .safetensors file, an index .safetensors.index.json, or one of " + ", ".join(
+    NAMED_SHAPES
+)
+_MOST_HEADER_BYTES = 100_000_000
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Named parameters and buffers on the meta device, in the model's order."""
+
+    title: str
+    params: tuple[tuple[str, nn.Parameter], ...]
+    buffers: tuple[Tensor, ...] = ()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(param.numel() for _, param in self.params)
+
+    @property
+    def trained_elements(self) -> int:
+        """Number of elements of those that have gradients."""
+        return sum(param.numel() for _, param in self.params if param.requires_grad)
+
+
+def load(model: str, dtype: torch.dtype | None = None) -> Source:
+    """The parameters that `model` names; what is floating-point in `dtype`, if given, as `model.to(dtype)` has it."""
+    found = _load(model)
+    if not found.params:
+        raise PlanError(f"--model {model} has no parameters of a floating-point dtype: there is nothing to plan")
+    if dtype is None:
+        return found
+    params = [(name, _parameter(param.shape, dtype, param.requires_grad)) for name, param in found.params]
+    buffers = [buffer.to(dtype) if buffer.is_floating_point() else buffer for buffer in found.buffers]
+    return Source(found.title, tuple(params), tuple(buffers))
+
+
+def _load(model: str) -> Source:
+    if model in NAMED_SHAPES:
+        params = [(name, _parameter(shape, torch.float32)) for name, shape in parameters_of(model)]
+        return Source(model, tuple(params))
+    if model.endswith((".safetensors", ".json")):
+        return _from_headers(Path(model))
+    if ":" in model:
+        return _from_factory(model)
+    raise PlanError(f"--model {model} is none that is known: {_WANTED}")
+
+
+def _parameter(shape: Iterable[int], dtype: torch.dtype, trainable: bool = True) -> nn.Parameter:
+    return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"), requires_grad=trainable)
+
+
+# ---------------------------------------------------------------------- a factory
+
+
+def _from_factory(path: str) -> Source:
+    factory = resolve(path, "--model")
+    if not callable(factory):
+        raise PlanError(f"--model {path} is a {type(factory).__name__}: name a function or class that makes the model")
+    model = _build(path, factory)
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"--model {path} makes a {type(model).__name__}: the factory must return a torch.nn.Module")
+    params = [(name, _parameter(p.shape, p.dtype, p.requires_grad)) for name, p in model.named_parameters()]
+    return Source(path, tuple(params), tuple(buffer.to("meta") for buffer in model.buffers()))
+
+
+def _build(path: str, factory: Callable[[], Any]) -> Any:
+    """On the meta device; a factory that looks at its numbers is run again, with memory."""
+    try:
+        with torch.device("meta"):
+            return factory()
+    except Exception:
+        try:
+            return factory()
+        except Exception as error:
+            raise PlanError(
+                f"--model {path} fails with {type(error).__name__}: {error}: the factory must run without arguments"
+            ) from error
+
+
+def resolve(path: str, option: str) -> Any:
+    """What `package.module:name` names; the working directory is searched too."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise PlanError(f"{option} {path} is not an import path: write package.module:name")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            f"{option} {path} cannot be imported: no module named {error.name!r}: install it, or run this where it lies"
+        ) from error
+    except AttributeError as error:
+        raise PlanError(f"{option} {path} cannot be found: {error}: check the name behind the colon") from error
+    except Exception as error:
+        raise PlanError(
+            f"{option} {path} cannot be imported: {type(error).__name__}: {error}: mend it first"
+        ) from error
+    return found
+
+
+# ---------------------------------------------------------------------- safetensors
+
+
+def _from_headers(path: Path) -> Source:
+    if not path.is_file():
+        raise PlanError(f"--model {path} is not a file that is there: {_WANTED}")
+    files = _files_of_index(path) if path.suffix == ".json" else [path]
+    entries = {name: entry for file in files for name, entry in _header(file).items()}
+    tensors = [(name, *_described(name, entry)) for name, entry in entries.items()]
+    params = [(name, _parameter(shape, dtype)) for name, shape, dtype in tensors if _is_trained(dtype)]
+    others = [torch.empty(shape, dtype=dtype, device="meta") for _, shape, dtype in tensors if not _is_trained(dtype)]
+    return Source(str(path), tuple(params), tuple(others))
+
+
+def _is_trained(dtype: torch.dtype) -> bool:
+    """A header does not tell parameters from buffers; whole numbers are not trained."""
+    return dtype.is_floating_point
+
+
+def _files_of_index(path: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f'{path} is not an index: it has no "weight_map" ({error}): {_WANTED}') from error
+    files = [path.parent / str(name) for name in names]
+    for file in files:
+        if not file.is_file():
+            raise PlanError(f"{path} names {file.name}, which is not beside it: download that file too")
+    return files
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The names, shapes and dtypes of a file's tensors, in the order in which they lie; not the tensors."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"its header would have {length} bytes")
+            found = json.loads(file.read(length))
+        tensors = {name: entry for name, entry in found.items() if name != "__metadata__"}
+        return dict(sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise PlanError(f"{path} is not a safetensors file: {error}: download or save it again") from error
+
+
+def _described(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if dtype not in _DTYPES:
+        raise PlanError(f"tensor {name} has dtype {dtype}, which no torch optimizer takes: convert the file first")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise PlanError(f"tensor {name} has shape {shape}, which is none: download or save the file again")
+    return tuple(shape), _DTYPES[dtype]

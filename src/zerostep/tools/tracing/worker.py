@@ -1,0 +1,162 @@
+"""One rank of a traced script: runs it as `python script.py` would, and profiles one step.
+
+`python -m zerostep.tools.tracing.worker FOLDER STEP SCRIPT [ARGUMENTS...]`. The rank's trace goes into the folder.
+After it is written the script is held, because other ranks may still need what this one has sent, until the parent lets
+go.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zerostep.tools.tracing.events import MARK
+
+__all__ = ["StepCounter", "main", "trace_file"]
+
+_OUTSIDE = ("zerostep.tools.tracing", "zerostep.tools.demo")
+_IN_BACKWARD = "zerostep.step.overlap_pipeline"
+
+
+def trace_file(folder: Path, rank: int) -> Path:
+    """Where a rank puts its trace."""
+    return folder / f"rank{rank}.json"
+
+
+class StepCounter:
+    """Counts the steps of the first optimizer that the script steps; optimizers inside of others do not count.
+
+    Profiles from the call of the step before the wanted one, so that what it sends is seen to set out. A step inside
+    backward is no call of the script's: it ends where the next forward pass begins.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self._wanted, self._path = step, path
+        self._clock: int | None = None
+        self._depth = self.steps = 0
+        self._in_backward: bool | None = None
+        self._profile: Any = None
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        """A step begins."""
+        caller = _caller() if self._clock is None else None
+        if caller == _IN_BACKWARD:
+            self._note_step_in_backward()
+        if self._clock is None and caller is None:
+            self._clock = id(optimizer)
+        if id(optimizer) == self._clock:
+            self._depth += 1
+            if self._depth == 1 and self.steps == self._wanted - 2:
+                self._start()
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        """A step has ended."""
+        if id(optimizer) == self._clock:
+            self._depth -= 1
+            if not self._depth:
+                self._count()
+
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """A module is called; DDP's, after a step inside backward, begins the next one."""
+        if self._steps_in_backward and isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            if self.steps == self._wanted - 2:
+                self._start()
+            self._end_step_in_backward()
+
+    def end_of_script(self) -> None:
+        """A step inside backward that no forward pass follows has ended, too; a profile without its step is dropped."""
+        if self._steps_in_backward:
+            self._end_step_in_backward()
+        if self._profile is not None:
+            self._profile.stop()
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        """Whether one has been made and not counted; a script that calls some step() is counted by that."""
+        return bool(self._in_backward) and self._clock is None
+
+    def _end_step_in_backward(self) -> None:
+        self._in_backward = False
+        self._count()
+
+    def _note_step_in_backward(self) -> None:
+        if self._in_backward is None:
+            register_module_forward_pre_hook(self.before_forward)
+        self._in_backward = True
+
+    def _start(self) -> None:
+        # What is inside backward is updated and sent by a thread that was there before the profile. Elsewhere one
+        # thread is enough, and messages that outlive the profile must not be in it.
+        everywhere = _ExperimentalConfig(profile_all_threads=self._in_backward is not None)
+        self._profile = profile(activities=_activities(), experimental_config=everywhere)
+        self._profile.start()
+
+    def _count(self) -> None:
+        self.steps += 1
+        with record_function(f"{MARK}{self.steps}"):
+            pass
+        if self.steps == self._wanted:
+            self._write()
+
+    def _write(self) -> NoReturn:
+        self._profile.stop()
+        draft = self._path.with_suffix(".part")
+        self._profile.export_chrome_trace(str(draft))
+        draft.replace(self._path)
+        _hold()
+
+
+def _caller() -> str | None:
+    """The module of this library that makes a step: an inner one, or one of those by which it learns about a class."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("zerostep.") and not name.startswith(_OUTSIDE):
+            return name
+        frame = frame.f_back
+    return None
+
+
+def _activities() -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+
+
+def _hold() -> NoReturn:
+    """Until the parent closes its end of the pipe, or is gone; then leave without asking anyone."""
+    sys.stdout.flush()
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Run the script; the number of steps it made is left behind if they were too few."""
+    folder, step, script, *arguments = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    counter = StepCounter(int(step), trace_file(Path(folder), rank))
+    register_optimizer_step_pre_hook(counter.before)
+    register_optimizer_step_post_hook(counter.after)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    counter.end_of_script()
+    Path(folder, f"steps{rank}").write_text(str(counter.steps))
+
+
+if __name__ == "__main__":
+    main()
