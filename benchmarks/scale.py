@@ -30,7 +30,7 @@ from benchmarks.silence import alone_among
 from benchmarks.timing import markdown
 from zerostep import ShardedOptimizer
 from zerostep.tools.demo import GPT, GPTShape
-from zerostep.tools.planner.comparison import Request, shares_of
+from zerostep.tools.planner.comparison import Request, bytes_of_ranks
 from zerostep.tools.planner.forecast import Strategy
 from zerostep.tools.planner.memory import Memory
 from zerostep.tools.planner.recipe import Recipe, Rule
@@ -94,7 +94,7 @@ def plan(setting: Setting, model: nn.Module) -> Memory:
     named = tuple((name, nn.Parameter(param.detach().to("meta"))) for name, param in model.named_parameters())
     source = Source(setting.model, named, tuple(buffer.to("meta") for buffer in model.buffers()))
     recipe, ranks = Recipe(Rule(AdamW, {"lr": 1e-3})), setting.ranks
-    found = shares_of(Request(source, recipe, ranks, ranks, device=setting.device))
+    found = bytes_of_ranks(Request(source, recipe, ranks, ranks, device=setting.device))
     return found[Strategy.SHARDED].memory(setting.rank)
 
 

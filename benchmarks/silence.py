@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import _TAG_REDUCE, Exchange, HostExchange, StreamExchange
-from zerostep.comm.transport import Flight, GroupTransport, NullTransport, Transport
+from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport
 
 
 class _Done:
@@ -33,32 +33,32 @@ class SilentTransport(GroupTransport):
         """Everyone says the same."""
         return [list(values) for _ in range(self.world_size)]
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """The sum is this rank's own part."""
         self.messages += 1
         output.copy_(parts[self.rank])
-        return Flight(_Done(), output, "")
+        return Transfer(_Done(), output, "")
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """Everything is there."""
         self.messages += 1
-        return Flight(_Done(), memory, "")
+        return Transfer(_Done(), memory, "")
 
-    def start_all_reduce(self, memory: Tensor) -> Flight:
+    def start_all_reduce(self, memory: Tensor) -> Transfer:
         """The sum is what this rank has."""
         self.messages += 1
-        return Flight(_Done(), memory, "")
+        return Transfer(_Done(), memory, "")
 
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
         self.messages += 1
-        return Flight(_Done(), memory, "")
+        return Transfer(_Done(), memory, "")
 
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
-        return Flight(_Done(), memory.zero_() if tag == _TAG_REDUCE else memory, "")
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
+        return Transfer(_Done(), memory.zero_() if tag == _TAG_REDUCE else memory, "")
 
-    def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
+    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         self.messages += 1
-        return Flight(_Done(), memory, "")
+        return Transfer(_Done(), memory, "")
 
     def companion(self) -> Transport:
         """Itself: there is no order to keep."""

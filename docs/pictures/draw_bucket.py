@@ -9,7 +9,7 @@ from matplotlib import pyplot
 from torch import nn, optim
 
 from zerostep.plan.layout import Bucket, Layout, Slot
-from zerostep.plan.layout_planner import Blueprint, Settings
+from zerostep.plan.layout_planner import LayoutPlanner, Settings
 
 RANKS = 4
 COLOURS = ("#332288", "#88ccee", "#117733", "#ddcc77")
@@ -24,7 +24,7 @@ def model() -> nn.Module:
 
 def layout(optimizer: Any, params: Sequence[tuple[str, Any]]) -> Layout:
     """What `ShardedOptimizer` would plan."""
-    blueprint = Blueprint(optimizer, {}, Settings(bucket_mb=0.05))
+    blueprint = LayoutPlanner(optimizer, {}, Settings(bucket_mb=0.05))
     return blueprint.plan([blueprint.complete({"params": list(params)})], RANKS)
 
 

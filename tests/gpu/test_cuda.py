@@ -18,7 +18,7 @@ from tests.pool import Pool
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.comm.transport import GroupTransport
-from zerostep.memory.bucket_memory import FlatParcel, ScatteredParcel
+from zerostep.memory.bucket_memory import FlatBucket, ScatteredBucket
 from zerostep.plan.groups import param_specs
 from zerostep.plan.partition import plan
 
@@ -138,7 +138,7 @@ def _nccl_transport(group: dist.ProcessGroup) -> None:
     params = [nn.Parameter(torch.randn(n, device="cuda")) for n in (3, 5_000_000, 7)]
     before = [param.detach().clone() for param in params]
     layout = plan(param_specs([{"params": params}]), 1)
-    for parcel in (ScatteredParcel(layout.buckets[0], params), FlatParcel(layout.buckets[0], params)):
+    for parcel in (ScatteredBucket(layout.buckets[0], params), FlatBucket(layout.buckets[0], params)):
         assert transport.gather([parcel], 0, 0) == [0]
     torch.cuda.synchronize()
     assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))

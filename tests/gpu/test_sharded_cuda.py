@@ -21,7 +21,7 @@ from tests.pool import Pool
 from tests.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ShardedOptimizer
 from zerostep.comm.exchange import StreamExchange
-from zerostep.comm.transport import Flight, GroupTransport
+from zerostep.comm.transport import GroupTransport, Transfer
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Bucket, Slot, Span
 
@@ -95,8 +95,11 @@ class Recipe:
         named = list(model.named_parameters())
         if not self.matrices:
             return [{"params": named}]
-        flat, rest = [each for each in named if each[1].dim() == 2], [each for each in named if each[1].dim() != 2]
-        return [{"params": flat, **self.matrices}, {"params": rest}]
+        flat, release_scratch = (
+            [each for each in named if each[1].dim() == 2],
+            [each for each in named if each[1].dim() != 2],
+        )
+        return [{"params": flat, **self.matrices}, {"params": release_scratch}]
 
     def plain(self, model: nn.Module) -> list[Optimizer]:
         """One for each class."""
@@ -326,16 +329,16 @@ class _LateTransport(GroupTransport):
         super().__init__(group, DEVICE)
         self._side = torch.cuda.Stream()
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         return self._late(partial(super().start_reduce_scatter, output, parts, memory), output)
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         return self._late(partial(super().start_all_gather, parts, memory), memory)
 
-    def start_all_reduce(self, memory: Tensor) -> Flight:
+    def start_all_reduce(self, memory: Tensor) -> Transfer:
         return self._late(partial(super().start_all_reduce, memory), memory)
 
-    def _late(self, start: Callable[[], Flight], memory: Tensor) -> Flight:
+    def _late(self, start: Callable[[], Transfer], memory: Tensor) -> Transfer:
         before = memory.clone()
         memory.fill_(99)  # on the caller's own stream: whoever goes on without waiting reads this
         self._side.wait_stream(torch.cuda.current_stream())
@@ -345,7 +348,7 @@ class _LateTransport(GroupTransport):
             torch.cuda._sleep(LATE // 10)
             memory.copy_(before)
             start().wait()
-            return Flight(_Event(self._side.record_event()), memory, "")
+            return Transfer(_Event(self._side.record_event()), memory, "")
 
 
 def _transport(nccl: ProcessGroup, late: bool) -> GroupTransport:
@@ -386,7 +389,7 @@ def _exchange(group: ProcessGroup, late: bool) -> None:
         numbers = memory[: bucket.size].clone()
         torch.cuda._sleep(LATE // 10)
         memory.mul_(1 + rank)
-        reducing, meeting = exchange.reduce(memory, bucket), exchange.meet([rank, -(2**63), 2**63 - 1])
+        reducing, meeting = exchange.reduce(memory, bucket), exchange.start_all_gather_ints([rank, -(2**63), 2**63 - 1])
         part = reducing.finish() + 0
         memory.fill_(0)
         memory[owned.start : owned.stop] = 3 * numbers[owned.start : owned.stop]

@@ -191,11 +191,11 @@ def _read_everything(reader: Reader) -> int:
     count = 0
     for number in reader.with_state:
         whole = Span(0, reader.spec(number).numel)
-        for key, dtype in reader.like_keys(number).items():
-            found = reader.stretch(number, key, whole)
+        for key, dtype in reader.per_element_keys(number).items():
+            found = reader.elements(number, key, whole)
             assert (found.numel(), found.dtype) == (whole.length, dtype)
             count += 1
-        for key in reader.rest_keys(number):
+        for key in reader.shared_keys(number):
             reader.value(number, key)
         reader.order(number)
     reader.others()

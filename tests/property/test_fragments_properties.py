@@ -20,12 +20,12 @@ from zerostep.memory.shard import Shard
 from zerostep.plan.buckets import Cost, fill
 from zerostep.plan.layout import Layout, ParamSpec
 from zerostep.state.fragments import assemble, ready_to_travel
-from zerostep.state.param_state import WholeState, entry_for, fits_one_leaf, shares_of
+from zerostep.state.param_state import DictState, entry_for, fits_one_leaf, param_states_of
 from zerostep.tensors import flat_alias
 
 patient = settings(deadline=None, max_examples=25)
 
-Saved = dict[int, dict[str, Any]]
+SavedState = dict[int, dict[str, Any]]
 
 # Of no dimension, of no or one element, matrices, and images whose memory is in another order.
 _SHAPES = st.lists(
@@ -81,7 +81,7 @@ class Rank:
             for leaf in shard.leaves:
                 leaf.tensor.grad = leaf.view(whole[owned.start : owned.stop].clone())
 
-    def load(self, saved: Saved) -> list[tuple[Leaf, dict[str, Any]]]:
+    def load(self, saved: SavedState) -> list[tuple[Leaf, dict[str, Any]]]:
         """As an optimizer loads: leaves whose fragments do not go together are split first."""
         found, states = [], _states(saved, self.params)
         for shard in self.shards:
@@ -94,8 +94,8 @@ class Rank:
         return found
 
 
-def _states(saved: Saved, params: Sequence[Tensor]) -> dict[int, WholeState]:
-    return {number: WholeState(entry, params[number]) for number, entry in saved.items()}
+def _states(saved: SavedState, params: Sequence[Tensor]) -> dict[int, DictState]:
+    return {number: DictState(entry, params[number]) for number, entry in saved.items()}
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,17 @@ def _world(params: Sequence[Tensor], world_size: int, bucket_bytes: int, splitta
     return World(layout, [Rank(layout, rank, params) for rank in range(world_size)])
 
 
-def _plain(name: str, params: Sequence[nn.Parameter], steps: int) -> Saved:
+def _plain(name: str, params: Sequence[nn.Parameter], steps: int) -> SavedState:
     optimizer = OPTIMIZERS[name].optimizer(params)
     for step in range(steps):
         for param, gradient in zip(params, _gradients(params, step), strict=True):
             param.grad = gradient
         optimizer.step()
-    found: Saved = optimizer.state_dict()["state"]
+    found: SavedState = optimizer.state_dict()["state"]
     return found
 
 
-def _sharded(name: str, world: World, steps: int) -> Saved:
+def _sharded(name: str, world: World, steps: int) -> SavedState:
     shares = []
     for rank in world.ranks:
         optimizer = rank.optimizer(name)
@@ -128,12 +128,12 @@ def _sharded(name: str, world: World, steps: int) -> Saved:
             if optimizer is not None:
                 optimizer.step()
         pairs = [(leaf, optimizer.state[leaf.tensor]) for leaf in rank.leaves if optimizer is not None]
-        found = shares_of([pair for pair in pairs if pair[1]], world.layout, rank.params)
+        found = param_states_of([pair for pair in pairs if pair[1]], world.layout, rank.params)
         shares.append(ready_to_travel(found))
     return assemble(shares, world.ranks[0].params)
 
 
-def _assert_same(found: Saved, expected: Saved) -> None:
+def _assert_same(found: SavedState, expected: SavedState) -> None:
     assert list(found) == sorted(expected)
     assert_same_state_dict({"state": found}, {"state": expected})
     for index, entry in expected.items():
@@ -162,9 +162,11 @@ def test_whole_parameters_keep_their_state_whole(
     _assert_same(found, _plain(name, _params(shapes), 2))
 
 
-def _through(saved: Saved, world: World) -> Saved:
+def _through(saved: SavedState, world: World) -> SavedState:
     """Into a world, and out of it again."""
-    shares = [ready_to_travel(shares_of(rank.load(deepcopy(saved)), world.layout, rank.params)) for rank in world.ranks]
+    shares = [
+        ready_to_travel(param_states_of(rank.load(deepcopy(saved)), world.layout, rank.params)) for rank in world.ranks
+    ]
     return assemble(shares, world.ranks[0].params)
 
 

@@ -18,8 +18,8 @@ from tests.reference import assert_same_bits
 from zerostep.comm.exchange import NullExchange
 from zerostep.plan.buckets import Cost, fill
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
-from zerostep.step.reduction import Plan, Reduction
-from zerostep.step.stats import Clock
+from zerostep.step.reduction import Reduction, ReductionPlan
+from zerostep.step.stats import PhaseTimer
 
 patient = settings(deadline=None)
 
@@ -120,8 +120,8 @@ class World:
             for rank, each in enumerate(self.ranks):
                 owned = bucket.owned(rank)
                 expected = whole[owned.start : owned.stop]
-                kept = each.reduction.kept.get(number, torch.zeros_like(expected))
-                assert torch.equal(kept[: owned.length], expected), (number, rank, kept, expected)
+                sums = each.reduction.sums.get(number, torch.zeros_like(expected))
+                assert torch.equal(sums[: owned.length], expected), (number, rank, sums, expected)
 
 
 def _world(specs: Sequence[ParamSpec], world_size: int, scale: float = 1.0) -> World:
@@ -137,8 +137,8 @@ def _world(specs: Sequence[ParamSpec], world_size: int, scale: float = 1.0) -> W
 def _rank(net: Net, rank: int, params: list[Tensor], scale: float = 1.0) -> Rank:
     count, port = len(net.layout.buckets), Port(net, rank)
     dtypes = [params[bucket.slots[0].param].dtype for bucket in net.layout.buckets]
-    plan = Plan(net.layout, rank, params, [port] * count, dtypes, scale, whole=False)
-    return Rank(params, Reduction(plan, lambda part: part, Clock(), lambda: None))
+    plan = ReductionPlan(net.layout, rank, params, [port] * count, dtypes, scale, whole=False)
+    return Rank(params, Reduction(plan, lambda part: part, PhaseTimer(), lambda: None))
 
 
 def _specs(sizes: Sequence[int], atomic: Sequence[bool] | None = None) -> list[ParamSpec]:
@@ -169,7 +169,7 @@ def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(sizes: list[i
         assert world.net.launched(0) == list(range([*full, False].index(False)))
         assert world.net.flying[0] <= _UNDER_WAY
     assert ended == [False] * (len(sizes) - 1) + [True]
-    assert (reduction.rounds, reduction.open, reduction.used) == (1, False, arrived)
+    assert (reduction.passes, reduction.open, reduction.used) == (1, False, arrived)
     reduction.finish()
     assert world.net.flying == [0]
     world.assert_kept([torch.full((size,), 1.0 + index) for index, size in enumerate(sizes)])
@@ -183,11 +183,11 @@ def test_what_is_missing_counts_as_zero(sizes: list[int], data: st.DataObject) -
     for index in data.draw(st.permutations(range(len(sizes)))):
         if fates[index] != "missing":
             reduction.arrive(index, torch.ones(sizes[index]) if fates[index] == "came" else None, False)
-    if not reduction.rounds:
-        reduction.flush()
+    if not reduction.passes:
+        reduction.launch_missing()
     reduction.finish()
     assert reduction.used == {index for index, fate in enumerate(fates) if fate == "came"}
-    assert (reduction.rounds, reduction.open) == (1, False)
+    assert (reduction.passes, reduction.open) == (1, False)
     world.assert_kept([torch.full((size,), float(fate == "came")) for size, fate in zip(sizes, fates, strict=True)])
 
 
@@ -201,10 +201,10 @@ def test_a_gradient_that_comes_again_begins_a_round(sizes: list[int], data: st.D
         value = float(data.draw(st.integers(-9, 9)))
         reduction.arrive(index, torch.full((sizes[index],), value), True)
         totals[index] += value
-    reduction.flush()
+    reduction.launch_missing()
     reduction.finish()
     world.assert_kept(totals)
-    assert world.net.launched(0) == list(range(len(world.layout.buckets))) * reduction.rounds
+    assert world.net.launched(0) == list(range(len(world.layout.buckets))) * reduction.passes
     assert world.net.most[0] <= _UNDER_WAY
 
 
@@ -217,44 +217,44 @@ class Round:
 
     dropped: list[int] | None
     frozen: set[int]
-    held: dict[int, bool]
+    accumulate: dict[int, bool]
     orders: list[list[tuple[int, float]]]
 
 
 @st.composite
-def rounds(draw: st.DrawFn, count: int, world_size: int) -> Round:
+def passes(draw: st.DrawFn, count: int, world_size: int) -> Round:
     """A gradient that replaces what is there comes on all ranks; one that is added may miss on some."""
     members = st.lists(st.integers(0, count - 1), max_size=2)
     frozen = set(draw(members))
     trained = [index for index in range(count) if index not in frozen]
-    held = {index: draw(st.booleans()) for index in trained}
+    accumulate = {index: draw(st.booleans()) for index in trained}
     orders = []
     for _ in range(world_size):
-        came = [index for index in trained if not held[index] or draw(st.integers(0, 3))]
+        came = [index for index in trained if not accumulate[index] or draw(st.integers(0, 3))]
         orders.append([(index, float(draw(st.integers(-8, 8)))) for index in draw(st.permutations(came))])
-    return Round(draw(st.none() | members), frozen, held, orders)
+    return Round(draw(st.none() | members), frozen, accumulate, orders)
 
 
-def _play(each: Rank, arrivals: Sequence[tuple[int, float]], held: dict[int, bool]) -> None:
+def _play(each: Rank, arrivals: Sequence[tuple[int, float]], accumulate: dict[int, bool]) -> None:
     """One rank's backward pass."""
-    before = each.reduction.rounds
+    before = each.reduction.passes
     for index, value in arrivals:
-        each.reduction.arrive(index, torch.full_like(each.params[index], value), held[index])
-    if each.reduction.rounds == before:
-        each.reduction.flush()
+        each.reduction.arrive(index, torch.full_like(each.params[index], value), accumulate[index])
+    if each.reduction.passes == before:
+        each.reduction.launch_missing()
 
 
 def _allowed(plan: Round, used: Sequence[set[int]]) -> Round:
     """Only what all ranks have used, or none, is dropped or replaced: by then they have told each other."""
-    known = {index for index in plan.held if len({index in each for each in used}) == 1}
+    known = {index for index in plan.accumulate if len({index in each for each in used}) == 1}
     dropped = None if plan.dropped is None else [index for index in plan.dropped if index in known]
-    held = {index: flag or index not in known for index, flag in plan.held.items()}
-    return Round(dropped, plan.frozen, held, plan.orders)
+    accumulate = {index: flag or index not in known for index, flag in plan.accumulate.items()}
+    return Round(dropped, plan.frozen, accumulate, plan.orders)
 
 
 def _follow(totals: list[Tensor], used: list[set[int]], plan: Round) -> None:
     """The model: whole tensors."""
-    for index in [*(plan.dropped or ()), *(index for index, flag in plan.held.items() if not flag)]:
+    for index in [*(plan.dropped or ()), *(index for index, flag in plan.accumulate.items() if not flag)]:
         totals[index].zero_()
     for rank, order in enumerate(plan.orders):
         used[rank].difference_update(plan.dropped or ())
@@ -271,11 +271,11 @@ def _finish(threads: ThreadPoolExecutor, world: World) -> None:
 def _run(threads: ThreadPoolExecutor, world: World, plan: Round) -> None:
     for each in world.ranks:
         if plan.dropped is not None:
-            each.reduction.forget(plan.dropped)
+            each.reduction.drop(plan.dropped)
         for index, param in enumerate(each.params):
             param.requires_grad_(index not in plan.frozen)
     pairs = zip(world.ranks, plan.orders, strict=True)
-    for done in [threads.submit(_play, each, order, plan.held) for each, order in pairs]:
+    for done in [threads.submit(_play, each, order, plan.accumulate) for each, order in pairs]:
         done.result()
 
 
@@ -289,14 +289,14 @@ def test_rounds_add_up_on_every_rank(sizes: list[int], world_size: int, landed: 
     used: list[set[int]] = [set() for _ in range(world_size)]
     with ThreadPoolExecutor(world_size) as threads:
         for _ in range(data.draw(st.integers(1, 4))):
-            plan = _allowed(data.draw(rounds(len(sizes), world_size)), used)
+            plan = _allowed(data.draw(passes(len(sizes), world_size)), used)
             if landed:
                 _finish(threads, world)
             _run(threads, world, plan)
             _follow(totals, used, plan)
         _finish(threads, world)
     for each, known in zip(world.ranks, used, strict=True):
-        each.reduction.drop_stale()
+        each.reduction.zero_stale()
         assert each.reduction.used == known
     world.assert_kept(totals)
     assert all(world.net.launched(rank) == world.net.launched(0) for rank in range(world_size))
@@ -306,16 +306,16 @@ def test_rounds_add_up_on_every_rank(sizes: list[int], world_size: int, landed: 
 # One thing at a time.
 
 
-def _send(reduction: Reduction, sizes: Sequence[int], value: float, held: bool = False) -> None:
+def _send(reduction: Reduction, sizes: Sequence[int], value: float, accumulate: bool = False) -> None:
     for index in reversed(range(len(sizes))):
-        reduction.arrive(index, torch.full((sizes[index],), value), held)
+        reduction.arrive(index, torch.full((sizes[index],), value), accumulate)
 
 
 def test_a_pass_is_one_round_whatever_was_before() -> None:
     world, reduction = _alone([30, 30])
     for number in range(1, 4):
         _send(reduction, [30, 30], 1.0)
-        assert reduction.rounds == number
+        assert reduction.passes == number
     assert world.net.launched(0) == [0, 1] * 3
 
 
@@ -325,9 +325,9 @@ def test_what_was_dropped_is_gone(landed: bool) -> None:
     _send(reduction, [3, 4], 5.0)
     if landed:
         reduction.finish()
-    reduction.forget([0])
+    reduction.drop([0])
     reduction.finish()
-    reduction.drop_stale()
+    reduction.zero_stale()
     world.assert_kept([torch.zeros(3), torch.full((4,), 5.0)])
 
 
@@ -345,15 +345,15 @@ def test_what_comes_instead_replaces_what_was_there(landed: bool) -> None:
 def test_forgetting_everything_starts_anew() -> None:
     world, reduction = _alone([3, 4])
     _send(reduction, [3, 4], 5.0)
-    reduction.forget()
-    assert (reduction.kept, reduction.used) == ({}, set())
-    _send(reduction, [3, 4], 2.0, held=True)
+    reduction.drop()
+    assert (reduction.sums, reduction.used) == ({}, set())
+    _send(reduction, [3, 4], 2.0, accumulate=True)
     reduction.finish()
     world.assert_kept([torch.full((3,), 2.0), torch.full((4,), 2.0)])
 
 
 def _pointers(world: World) -> dict[int, int]:
-    return {bucket: part.data_ptr() for bucket, part in world.ranks[0].reduction.kept.items()}
+    return {bucket: part.data_ptr() for bucket, part in world.ranks[0].reduction.sums.items()}
 
 
 def test_parts_that_were_forgotten_are_used_again() -> None:
@@ -364,8 +364,8 @@ def test_parts_that_were_forgotten_are_used_again() -> None:
         _send(reduction, [30] * 5, value)
         reduction.finish()
         world.assert_kept([torch.full((30,), value)] * 5)
-        found.append((_pointers(world), dict(reduction.kept)))
-        reduction.forget()
+        found.append((_pointers(world), dict(reduction.sums)))
+        reduction.drop()
     (first, _), (second, _) = found
     assert [first[bucket] == second[bucket] for bucket in range(5)] == [True, True, True, False, False]
 
@@ -374,9 +374,9 @@ def test_a_forgotten_part_is_used_once() -> None:
     """A second round adds to it, and needs other memory."""
     world, reduction = _alone([30] * 3)
     _send(reduction, [30] * 3, 5.0)
-    reduction.forget()
+    reduction.drop()
     for value in (1.0, 2.0):
-        _send(reduction, [30] * 3, value, held=True)
+        _send(reduction, [30] * 3, value, accumulate=True)
     reduction.finish()
     world.assert_kept([torch.full((30,), 3.0)] * 3)
 
@@ -391,14 +391,14 @@ def test_a_bucket_s_memory_is_used_again_when_it_has_landed() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_memory_is_let_go_with_the_gradients(whole: bool) -> None:
     layout = fill(_specs([30]), 1, 80, [4], [Cost(30)])
-    plan = Plan(layout, 0, [nn.Parameter(torch.zeros(30))], [NullExchange()], [torch.float32], 1.0, whole)
-    reduction = Reduction(plan, lambda part: part, Clock(), lambda: None)
+    plan = ReductionPlan(layout, 0, [nn.Parameter(torch.zeros(30))], [NullExchange()], [torch.float32], 1.0, whole)
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
     memories = list[StorageWeakRef]()
     for _ in range(4):
         reduction.arrive(0, torch.ones(30), False)
         reduction.finish()
-        memories.append(StorageWeakRef(reduction.kept[0].untyped_storage()))
-        reduction.forget()
+        memories.append(StorageWeakRef(reduction.sums[0].untyped_storage()))
+        reduction.drop()
     assert sum(not memory.expired() for memory in memories) <= 1
 
 
@@ -415,22 +415,22 @@ def test_one_bucket_can_be_waited_for() -> None:
     world, reduction = _alone([30, 30])
     _send(reduction, [30, 30], 1.0)
     reduction.finish(0)
-    assert (list(reduction.kept), world.net.flying) == ([0], [1])
+    assert (list(reduction.sums), world.net.flying) == ([0], [1])
     reduction.finish(0)
     assert world.net.flying == [1]
     reduction.finish(1)
-    assert (list(reduction.kept), world.net.flying) == ([0, 1], [0])
+    assert (list(reduction.sums), world.net.flying) == ([0, 1], [0])
 
 
 def test_a_larger_plan_takes_over_what_is_kept() -> None:
     world, reduction = _alone([3, 4])
     _send(reduction, [3, 4], 5.0)
     _, larger = _alone([3, 4])
-    larger.adopt(reduction)
+    larger.take_over(reduction)
     assert larger.used == {0, 1}
-    _send(larger, [3, 4], 1.0, held=True)
+    _send(larger, [3, 4], 1.0, accumulate=True)
     larger.finish()
-    assert torch.equal(larger.kept[0], torch.full((7,), 6.0))
+    assert torch.equal(larger.sums[0], torch.full((7,), 6.0))
     assert world.net.flying == [0]
 
 
@@ -446,7 +446,7 @@ def test_the_gradient_itself_is_left_alone() -> None:
     gradient = torch.full((3,), 5.0)
     reduction.arrive(0, gradient, False)
     reduction.finish()
-    reduction.kept[0].zero_()
+    reduction.sums[0].zero_()
     assert torch.equal(gradient, torch.full((3,), 5.0))
 
 
@@ -455,13 +455,13 @@ def test_elements_lie_in_the_order_of_the_parameter_s_memory(dtype: torch.dtype)
     """In channels-last memory, whatever the memory of the gradient; and another dtype where that was asked for."""
     param = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
     layout = fill([ParamSpec("p", (2, 3, 2, 2), "float32", splittable=True)], 1, 80, [4], [Cost(1)])
-    plan = Plan(layout, 0, [param], [NullExchange()], [dtype], 0.5, whole=False)
-    reduction = Reduction(plan, lambda part: part, Clock(), lambda: None)
+    plan = ReductionPlan(layout, 0, [param], [NullExchange()], [dtype], 0.5, whole=False)
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
     gradient = torch.arange(24.0).view(2, 3, 2, 2)
     reduction.arrive(0, gradient, False)
     reduction.finish()
-    assert reduction.kept[0].dtype == dtype
-    assert torch.equal(reduction.kept[0], gradient.permute(0, 2, 3, 1).reshape(-1).to(dtype) / 2)
+    assert reduction.sums[0].dtype == dtype
+    assert torch.equal(reduction.sums[0], gradient.permute(0, 2, 3, 1).reshape(-1).to(dtype) / 2)
 
 
 def test_a_sparse_gradient_is_made_dense() -> None:
@@ -476,8 +476,8 @@ def test_a_sparse_gradient_is_made_dense() -> None:
 
 def test_a_replica_s_sum_is_kept() -> None:
     layout = fill(_specs([4]), 1, 80, [4], [Cost(4)])
-    plan = Plan(layout, 0, [nn.Parameter(torch.zeros(4))], [NullExchange()], [torch.float32], 1.0, whole=False)
-    reduction = Reduction(plan, lambda part: part * 3, Clock(), lambda: None)
+    plan = ReductionPlan(layout, 0, [nn.Parameter(torch.zeros(4))], [NullExchange()], [torch.float32], 1.0, whole=False)
+    reduction = Reduction(plan, lambda part: part * 3, PhaseTimer(), lambda: None)
     reduction.arrive(0, torch.ones(4), False)
     reduction.finish()
-    assert torch.equal(reduction.kept[0], torch.full((4,), 3.0))
+    assert torch.equal(reduction.sums[0], torch.full((4,), 3.0))

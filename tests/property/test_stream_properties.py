@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zerostep.comm import stream
-from zerostep.comm.transport import Flight, Transport
+from zerostep.comm.transport import Transfer, Transport
 
 patient = settings(deadline=None)
 
@@ -60,24 +60,24 @@ class _Wire:
 
     def __init__(self) -> None:
         self.sent: deque[Tensor] = deque()
-        self.flying = self.most_flying = self.largest = 0
+        self.in_flight = self.most_flying = self.largest = 0
 
-    def start_send(self, memory: Tensor, to: int) -> Flight:
+    def start_send(self, memory: Tensor, to: int) -> Transfer:
         self.sent.append(memory.clone())
         return self._start(memory)
 
-    def start_receive(self, memory: Tensor, source: int) -> Flight:
+    def start_receive(self, memory: Tensor, source: int) -> Transfer:
         memory.copy_(self.sent.popleft())
         return self._start(memory)
 
-    def _start(self, memory: Tensor) -> Flight:
-        self.flying += 1
-        self.most_flying = max(self.most_flying, self.flying)
+    def _start(self, memory: Tensor) -> Transfer:
+        self.in_flight += 1
+        self.most_flying = max(self.most_flying, self.in_flight)
         self.largest = max(self.largest, memory.numel())
-        return Flight(self, memory, "a transfer")
+        return Transfer(self, memory, "a transfer")
 
     def wait(self) -> None:
-        self.flying -= 1
+        self.in_flight -= 1
 
 
 @st.composite
@@ -101,7 +101,7 @@ def test_tensors_arrive_as_they_were_sent(tensors: list[Tensor], limit: int) -> 
         stream.send(cast(Transport, wire), tensors, 1)
         stream.receive(cast(Transport, wire), copies, 1)
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
-    assert not wire.sent and not wire.flying
+    assert not wire.sent and not wire.in_flight
     assert wire.most_flying <= 2 and wire.largest <= limit
 
 
@@ -117,8 +117,8 @@ def test_bytes_arrive_as_they_were_sent(data: bytes, limit: int) -> None:
 
 def test_a_large_tensor_is_sent_from_where_it_lies() -> None:
     wire, tensor = _Wire(), torch.arange(8)
-    flights: list[Tensor] = []
+    transfers: list[Tensor] = []
     start = wire.start_send
-    wire.start_send = lambda memory, to: flights.append(memory) or start(memory, to)  # type: ignore[func-returns-value,method-assign]
+    wire.start_send = lambda memory, to: transfers.append(memory) or start(memory, to)  # type: ignore[func-returns-value,method-assign]
     stream.send(cast(Transport, wire), [tensor], 1)
-    assert [memory.data_ptr() for memory in flights] == [tensor.data_ptr()]
+    assert [memory.data_ptr() for memory in transfers] == [tensor.data_ptr()]

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.comm.transport import Flight, Transport
+from zerostep.comm.transport import Transfer, Transport
 from zerostep.comm.transport.group import TAG_DATA
 from zerostep.optim.zero import _broadcast_object
 
@@ -79,12 +79,12 @@ class _Counted:
     sent: Counter[int] = field(default_factory=Counter)
     calls: int = 0
 
-    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Flight:
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         self.calls += 1
         self.sent[to] += memory.nbytes
         return self.inner.start_send(memory, to, tag)
 
-    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         self.calls += 1
         self.received[source] += memory.nbytes
         return self.inner.start_receive(memory, source, tag)

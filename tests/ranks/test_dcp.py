@@ -32,7 +32,7 @@ from tests.ranks.test_checkpoint_files import SETUPS, WAYS, Odd, Pair, Setup, wh
 from tests.reference import assert_same_bits, assert_same_state_dict, batches, train
 from tests.sharding import in_ddp, values
 from zerostep import CheckpointError, ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.optim.view import subject_of
+from zerostep.optim.view import view_of
 
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -56,7 +56,7 @@ def _load(path: str, optimizer: Any, group: ProcessGroup, **options: Any) -> Non
 
 def _memory(optimizer: Any) -> list[tuple[int, dict[str, Any]]]:
     """A copy of all state on this rank, with the parameters' numbers, and of the options."""
-    shares = [(each.param, {**each.like, **each.rest}) for each in subject_of(optimizer).shares()]
+    shares = [(each.param, {**each.per_element, **each.shared}) for each in view_of(optimizer).shares()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return copy.deepcopy([*shares, (-1, {str(n): group for n, group in enumerate(groups)})])
 
@@ -107,7 +107,7 @@ def _load_all(group: ProcessGroup, root: str, worlds: list[int]) -> int:
             for world in worlds:  # the first time it has no state yet
                 path = Path(root, f"{name}-{saver}-{world}")
                 _load(str(path), pair[1], group)
-                assert subject_of(pair[1]).step == 2
+                assert view_of(pair[1]).step == 2
                 now = whole(pair[1])
                 if dist.get_rank(group) == 0:
                     assert_same_state_dict(now, torch.load(path.with_suffix(".expected"), weights_only=True))
@@ -291,7 +291,7 @@ def _empty(group: ProcessGroup, path: str, way: str) -> None:
     setup.train(again, group)
     _load(path, again[1], group)
     assert not whole(again[1])["state"] and again[1].param_groups[0]["lr"] == 0.125
-    assert not subject_of(again[1]).step
+    assert not view_of(again[1]).step
 
 
 @pytest.mark.parametrize("way", ["elements", "zero"])

@@ -149,7 +149,10 @@ def test_every_owner_s_part_comes_to_all(pool: Pool, world: World, message: int)
 def _meet(group: dist.ProcessGroup, stream: bool) -> list[list[list[int]]]:
     found: Exchange = _stream(group) if stream else _host(group)
     rank = dist.get_rank(group)
-    meetings = [found.meet([rank, -(2**63) + rank, 2**63 - 1 - rank]), found.meet([7 * rank])]
+    meetings = [
+        found.start_all_gather_ints([rank, -(2**63) + rank, 2**63 - 1 - rank]),
+        found.start_all_gather_ints([7 * rank]),
+    ]
     return [meeting.wait() for meeting in meetings]
 
 
@@ -168,7 +171,7 @@ def _side_by_side(group: dist.ProcessGroup) -> bool:
     memories = [_memory(bucket.size, torch.float32, rank) for _ in range(4)]
     with _messages(64):
         first, second = (found.reduce(memory, bucket) for memory in memories[:2])
-        meeting = found.meet([rank])
+        meeting = found.start_all_gather_ints([rank])
         third, fourth = (found.gather(memory, bucket) for memory in memories[2:])
         parts = [reducing.finish() for reducing in (second, first)]
     fourth.wait()
@@ -270,5 +273,5 @@ def test_a_world_of_one_has_nothing_to_send(pool: Pool) -> None:
     part: Any = found.reduce(memory, bucket).finish()
     assert part.tolist() == [0, 1, 2, 3] and part.data_ptr() == memory.data_ptr()
     found.gather(memory, bucket).wait()
-    assert found.meet([1, 2]).wait() == [[1, 2]]
+    assert found.start_all_gather_ints([1, 2]).wait() == [[1, 2]]
     assert (found.bytes_sent, found.bytes_received) == (0, 0)

@@ -18,7 +18,7 @@ from tests.pool import Pool
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.sharded_grad import ShardedGradient
-from zerostep.tools.planner.comparison import Request, compare, shares_of
+from zerostep.tools.planner.comparison import Request, bytes_of_ranks, compare
 from zerostep.tools.planner.forecast import Strategy
 from zerostep.tools.planner.memory import Memory
 from zerostep.tools.planner.recipe import Recipe, Rule, is_hidden_matrix
@@ -228,7 +228,7 @@ def _request(name: str, world: int, shards: int | None = None) -> Request:
 
 
 def _predicted(way: str, name: str, world: int) -> list[Memory]:
-    shares = shares_of(_request(name, world))[WAYS[way]]
+    shares = bytes_of_ranks(_request(name, world))[WAYS[way]]
     return [shares.memory(0 if way == "plain" else rank) for rank in range(world)]
 
 
@@ -286,7 +286,7 @@ def test_masters_partitions_and_worlds_as_predicted(pool: Pool, way: str, name: 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_copies_of_shards_as_predicted(pool: Pool, name: str) -> None:
     request = _request(name, 4, MESH[1])
-    shares = shares_of(request)[Strategy.SHARDED]
+    shares = bytes_of_ranks(request)[Strategy.SHARDED]
     found = pool.run(_live_on_a_mesh, 4, name)
     for rank, live in enumerate(found):
         _assert_as_predicted(live, shares.memory(rank % MESH[1]), bare=True, slack=UNEVEN.get((name, MESH[1]), 0.0))

@@ -77,8 +77,8 @@ def test_an_example_on_two_ranks(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     for rank in (0, 1):
         mine = [event for event in events if event["pid"] == rank * 1000]
-        flights = {event["name"] for event in mine if event["ph"] == "b"}
-        assert flights == {f"{phase} {bucket}" for phase in ("reduce", "gather") for bucket in buckets}
+        communications = {event["name"] for event in mine if event["ph"] == "b"}
+        assert communications == {f"{phase} {bucket}" for phase in ("reduce", "gather") for bucket in buckets}
         assert {f"zerostep/reduce {bucket} wait" for bucket in buckets} <= {event["name"] for event in mine}
 
 

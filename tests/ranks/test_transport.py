@@ -16,16 +16,16 @@ from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_bits
 from zerostep.comm import stream
 from zerostep.comm.transport import (
+    BucketMemory,
     CompanionTransport,
     GroupTransport,
     NullTransport,
-    Parcel,
     Transport,
     TransportError,
     connect,
 )
 from zerostep.comm.transport.group import TAG_DATA
-from zerostep.memory.bucket_memory import make_parcels
+from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.partition import plan
 
@@ -82,16 +82,16 @@ def _gather(group: dist.ProcessGroup, case: str, as_views: bool, companion: bool
         layout = plan(specs, transport.world_size)
         params = [_filled(shape, dtype, 10 * transport.rank + i) for i, shape in enumerate(shapes)]
         expected = [_filled(shape, dtype, 10 * layout.owner_of(i) + i) for i, shape in enumerate(shapes)]
-        parcels = make_parcels(layout, params, as_views)
-        assert transport.gather(parcels, 5 + transport.rank, 99) == _statuses(transport, parcels)
+        bucket_memories = make_bucket_memories(layout, params, as_views)
+        assert transport.gather(bucket_memories, 5 + transport.rank, 99) == _statuses(transport, bucket_memories)
         assert_same_bits(_named(params), _named(expected))
         done += 1
     return done
 
 
-def _statuses(transport: Transport, parcels: Sequence[Parcel]) -> list[int]:
+def _statuses(transport: Transport, bucket_memories: Sequence[BucketMemory]) -> list[int]:
     """Without anything to gather nobody meets, and a rank knows only its own word."""
-    ranks = range(transport.world_size) if transport.meets_on_host(parcels) else [transport.rank]
+    ranks = range(transport.world_size) if transport.meets_on_host(bucket_memories) else [transport.rank]
     return [5 + rank for rank in ranks]
 
 
@@ -117,10 +117,10 @@ def _mixed(group: dist.ProcessGroup, as_views: bool) -> None:
     layout = plan(specs, transport.world_size)
     params = [_filled((4 + i,), dtype, 10 * transport.rank + i) for i, dtype in enumerate(dtypes)]
     expected = [_filled((4 + i,), dtype, 10 * layout.owner_of(i) + i) for i, dtype in enumerate(dtypes)]
-    parcels = make_parcels(layout, params, as_views)
-    assert len(parcels) == 3
+    bucket_memories = make_bucket_memories(layout, params, as_views)
+    assert len(bucket_memories) == 3
     for _ in range(3):
-        transport.gather(parcels, 0, 99)
+        transport.gather(bucket_memories, 0, 99)
         assert_same_bits(_named(params), _named(expected))
 
 
@@ -200,7 +200,7 @@ def _tensors(seed: int) -> list[Tensor]:
     return [*found, torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last) + seed]
 
 
-def _pieces(group: dist.ProcessGroup, limit: int, how: str, companion: bool) -> int:
+def _messages(group: dist.ProcessGroup, limit: int, how: str, companion: bool) -> int:
     """From every rank to every other, in pieces of `limit` bytes at most; returns the largest piece."""
     transport = _Counting(_transport(group, companion))
     with pytest.MonkeyPatch.context() as patch:
@@ -273,7 +273,7 @@ class _Counting:
 def test_streams_in_pieces(pool: Pool, world: World, how: str, companion: bool) -> None:
     total = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(0))
     for limit in (57, 4096, 16 << 20):
-        assert pool.run(_pieces, world, limit, how, companion) == [min(limit, total)] * _size(world)
+        assert pool.run(_messages, world, limit, how, companion) == [min(limit, total)] * _size(world)
 
 
 def _large(group: dist.ProcessGroup) -> bool:
@@ -342,13 +342,13 @@ def _companions(group: dist.ProcessGroup) -> list[list[int]]:
         first.companion()
     rank, to, source = transport.rank, (transport.rank + 1) % 2, (transport.rank + 1) % 2
     memories = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
-    flights = [
+    transfers = [
         each.start_receive(memory, source) for each, memory in zip((transport, first, second), memories, strict=True)
     ]
     for number, each in enumerate((second, first, transport)):
-        flights.append(each.start_send(torch.tensor([10 * rank + 2 - number]), to))
-    for flight in flights:
-        flight.wait()
+        transfers.append(each.start_send(torch.tensor([10 * rank + 2 - number]), to))
+    for transfer in transfers:
+        transfer.wait()
     return [memory.tolist() for memory in memories]
 
 
@@ -414,9 +414,9 @@ def _dead_peer(group: dist.ProcessGroup, call: str, companion: bool) -> list[str
     return found
 
 
-def _two_parcels(transport: Transport) -> list[Parcel]:
+def _two_parcels(transport: Transport) -> list[BucketMemory]:
     specs = tuple(ParamSpec(f"p{i}", (1000,), "float32", "cpu:0") for i in range(transport.world_size))
-    return make_parcels(plan(specs, transport.world_size), [torch.zeros(1000) for _ in specs], False)
+    return make_bucket_memories(plan(specs, transport.world_size), [torch.zeros(1000) for _ in specs], False)
 
 
 CALLS = ("send", "receive", "broadcast", "gather", "all_gather_ints")

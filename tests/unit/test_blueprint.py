@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from tests.reference import ELEMENTWISE, MATRIXWISE
 from zerostep.plan.groups import Group, OptimizerClass, normalise
 from zerostep.plan.layout import Layout, ParamSpec
-from zerostep.plan.layout_planner import Blueprint, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
 
 
 def _params() -> list[Tensor]:
@@ -19,7 +19,7 @@ def _params() -> list[Tensor]:
 
 
 def _plan(kind: OptimizerClass, given: Any, world_size: int = 2, **settings: Any) -> tuple[Layout, list[Group]]:
-    blueprint = Blueprint(kind, {}, Settings(**settings))
+    blueprint = LayoutPlanner(kind, {}, Settings(**settings))
     groups = [blueprint.complete(group) for group in normalise(given)]
     return blueprint.plan(groups, world_size), groups
 
@@ -69,7 +69,7 @@ def test_buckets_are_counted_in_megabytes() -> None:
 
 
 def _bucket_bytes(specs: list[ParamSpec], **settings: Any) -> int:
-    return Blueprint(optim.SGD, {}, Settings(**settings))._bucket_bytes(specs, [4] * len(specs))
+    return LayoutPlanner(optim.SGD, {}, Settings(**settings))._bucket_bytes(specs, [4] * len(specs))
 
 
 def _sized(megabytes: int, device: str, trainable: bool = True) -> ParamSpec:
@@ -86,7 +86,7 @@ def test_buckets_follow_the_model_and_not_the_groups() -> None:
     params = [torch.nn.Parameter(torch.zeros(16, 16) if place % 2 else torch.zeros(256)) for place in range(8)]
     groups = [{"params": params[0::2]}, {"params": params[1::2]}]
     order = in_order(params)
-    layout = Blueprint(optim.SGD, {}, Settings(bucket_mb=2 / 1024), order).plan(groups, 2)
+    layout = LayoutPlanner(optim.SGD, {}, Settings(bucket_mb=2 / 1024), order).plan(groups, 2)
     given = params[0::2] + params[1::2]
     places = [[order[given[slot.param]] for slot in bucket.slots] for bucket in layout.buckets]
     assert len(places) > 3
@@ -149,7 +149,7 @@ def test_a_group_may_name_a_class_of_its_own() -> None:
 
 def test_defaults_are_for_the_common_class_alone() -> None:
     matrix, vector, _ = _params()
-    blueprint = Blueprint(optim.AdamW, {"betas": (0.5, 0.6), "lr": 0.25}, Settings())
+    blueprint = LayoutPlanner(optim.AdamW, {"betas": (0.5, 0.6), "lr": 0.25}, Settings())
     muon = blueprint.complete({"params": [matrix], "optimizer_class": optim.Muon})
     adam = blueprint.complete({"params": [vector], "eps": 0.125})
     assert muon["lr"] == optim.Muon([matrix]).defaults["lr"]
@@ -157,7 +157,7 @@ def test_defaults_are_for_the_common_class_alone() -> None:
 
 
 def test_what_a_group_says_goes_before_the_defaults() -> None:
-    blueprint = Blueprint(optim.SGD, {"lr": 0.25}, Settings())
+    blueprint = LayoutPlanner(optim.SGD, {"lr": 0.25}, Settings())
     assert blueprint.complete({"params": _params(), "lr": 2.0})["lr"] == 2.0
 
 
@@ -176,9 +176,9 @@ def test_what_is_no_class_is_refused(kind: Any) -> None:
 
 def test_options_that_the_class_refuses_are_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
-        Blueprint(optim.SGD, {"lr": -1.0}, Settings()).complete({"params": _params()})
+        LayoutPlanner(optim.SGD, {"lr": -1.0}, Settings()).complete({"params": _params()})
     with pytest.raises(TypeError, match="unknown"):
-        Blueprint(optim.SGD, {"unknown": 1}, Settings()).complete({"params": _params()})
+        LayoutPlanner(optim.SGD, {"unknown": 1}, Settings()).complete({"params": _params()})
 
 
 def test_what_the_user_gave_stays_as_it_was() -> None:
@@ -191,7 +191,7 @@ def test_what_the_user_gave_stays_as_it_was() -> None:
 
 
 def test_parameters_have_names_that_are_their_own() -> None:
-    blueprint = Blueprint(optim.SGD, {}, Settings())
+    blueprint = LayoutPlanner(optim.SGD, {}, Settings())
     groups = [blueprint.complete({"params": _params()}) for _ in range(2)]
     names = [spec.name for spec in blueprint.plan(groups, 2).params]
     assert names == [f"param.{number}" for number in range(6)]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zerostep.comm.transport import Parcel
-from zerostep.memory.bucket_memory import FlatParcel, ScatteredParcel, make_parcels
+from zerostep.comm.transport import BucketMemory
+from zerostep.memory.bucket_memory import FlatBucket, ScatteredBucket, make_bucket_memories
 from zerostep.plan.buckets import Cost, fill
 from zerostep.plan.groups import param_specs
 from zerostep.plan.layout import Layout, ParamSpec
@@ -77,12 +77,12 @@ def _copied(params: Sequence[Tensor]) -> list[Tensor]:
     return [param.detach().clone() for param in params]
 
 
-def _transfer(sender: Parcel, receiver: Parcel, owner: int) -> None:
+def _transfer(sender: BucketMemory, receiver: BucketMemory, owner: int) -> None:
     """What a transport does, without a network."""
-    for source, target in zip(sender.pieces(owner), receiver.pieces(owner), strict=True):
-        loaded, room = source.load(), target.room()
-        assert loaded.dim() == room.dim() == 1 and loaded.numel() == room.numel()
-        target.store(room.copy_(loaded))
+    for source, target in zip(sender.messages(owner), receiver.messages(owner), strict=True):
+        loaded, buffer = source.pack(), target.buffer()
+        assert loaded.dim() == buffer.dim() == 1 and loaded.numel() == buffer.numel()
+        target.unpack(buffer.copy_(loaded))
 
 
 @pytest.mark.parametrize("as_views", [False, True])
@@ -90,7 +90,7 @@ def _transfer(sender: Parcel, receiver: Parcel, owner: int) -> None:
 def test_every_owner_s_parameters_reach_another_rank(as_views: bool, world_size: int) -> None:
     here, there = _mixed(0), _mixed(1)
     layout, before = _layout(here, world_size), _copied(there)
-    (sender,), (receiver,) = make_parcels(layout, here, as_views), make_parcels(layout, there, as_views)
+    (sender,), (receiver,) = make_bucket_memories(layout, here, as_views), make_bucket_memories(layout, there, as_views)
     owners = [layout.owner_of(param) for param in range(len(here))]
     for owner in range(world_size):
         _transfer(sender, receiver, owner)
@@ -102,7 +102,7 @@ def test_every_owner_s_parameters_reach_another_rank(as_views: bool, world_size:
 def test_ranks_with_other_memory_formats_understand_each_other() -> None:
     here, there = _params(torch.ones(1), _image()), _params(torch.zeros(1), torch.zeros(2, 3, 4, 5))
     layout = _layout(here, 1)
-    _transfer(ScatteredParcel(layout.buckets[0], here), ScatteredParcel(layout.buckets[0], there), 0)
+    _transfer(ScatteredBucket(layout.buckets[0], here), ScatteredBucket(layout.buckets[0], there), 0)
     assert torch.equal(here[1], there[1])
 
 
@@ -110,53 +110,56 @@ def test_scattered_parameters_stay_where_they_are() -> None:
     params = _mixed()
     before = [(param.data_ptr(), param.stride(), param.untyped_storage().data_ptr()) for param in params]
     values = _copied(params)
-    (parcel,) = make_parcels(_layout(params, 2), params, as_views=False)
-    _transfer(parcel, parcel, 0)
+    (bucket_memory,) = make_bucket_memories(_layout(params, 2), params, as_views=False)
+    _transfer(bucket_memory, bucket_memory, 0)
     assert [(param.data_ptr(), param.stride(), param.untyped_storage().data_ptr()) for param in params] == before
     assert all(torch.equal(param, value) for param, value in zip(params, values, strict=True))
 
 
 def test_a_large_parameter_is_sent_from_where_it_lies() -> None:
     params = _params(torch.ones(1 << 18), torch.ones(3), torch.ones(4))
-    (parcel,) = make_parcels(_layout(params, 1), params, as_views=False)
-    found = [(piece.load().data_ptr() == params[0].data_ptr(), piece.load().numel()) for piece in parcel.pieces(0)]
+    (bucket_memory,) = make_bucket_memories(_layout(params, 1), params, as_views=False)
+    found = [
+        (message.pack().data_ptr() == params[0].data_ptr(), message.pack().numel())
+        for message in bucket_memory.messages(0)
+    ]
     assert sorted(found) == [(False, 7), (True, 1 << 18)]
 
 
 def test_small_parameters_travel_together() -> None:
     params = _params(*[torch.ones(1000) for _ in range(300)])
-    (parcel,) = make_parcels(_layout(params, 2), params, as_views=False)
-    assert [len(parcel.pieces(owner)) for owner in range(2)] == [1, 1]
+    (bucket_memory,) = make_bucket_memories(_layout(params, 2), params, as_views=False)
+    assert [len(bucket_memory.messages(owner)) for owner in range(2)] == [1, 1]
 
 
 def test_packs_of_small_parameters_are_bounded() -> None:
     params = _params(*[torch.empty(50_000) for _ in range(100)])
-    (parcel,) = make_parcels(_layout(params, 1), params, as_views=False)
-    sizes = [piece.room().numel() * 4 for piece in parcel.pieces(0)]
+    (bucket_memory,) = make_bucket_memories(_layout(params, 1), params, as_views=False)
+    sizes = [message.buffer().numel() * 4 for message in bucket_memory.messages(0)]
     assert sum(sizes) == 100 * 200_000 and max(sizes) <= 4 << 20
 
 
 def test_a_rank_without_parameters_has_no_pieces() -> None:
     params = _params(torch.ones(3))
     for as_views in (False, True):
-        (parcel,) = make_parcels(_layout(params, 3), params, as_views)
-        assert [len(parcel.pieces(owner)) for owner in range(3)] == [1, 0, 0]
+        (bucket_memory,) = make_bucket_memories(_layout(params, 3), params, as_views)
+        assert [len(bucket_memory.messages(owner)) for owner in range(3)] == [1, 0, 0]
 
 
 def test_scattered_parameters_are_followed_when_rebound() -> None:
     params = _params(torch.zeros(3), torch.zeros(4))
-    (parcel,) = make_parcels(_layout(params, 1), params, as_views=False)
+    (bucket_memory,) = make_bucket_memories(_layout(params, 1), params, as_views=False)
     params[0].data = torch.full((3,), 5.0)
-    parcel.attach()
-    (piece,) = parcel.pieces(0)
-    assert sorted(piece.load().tolist()) == [0, 0, 0, 0, 5, 5, 5]
+    bucket_memory.attach()
+    (message,) = bucket_memory.messages(0)
+    assert sorted(message.pack().tolist()) == [0, 0, 0, 0, 5, 5, 5]
 
 
 def test_flat_parameters_share_memory_and_keep_values_and_strides() -> None:
     params = _mixed()
     dense = [param for param in params if is_dense(param)]
     strides, values = [param.stride() for param in dense], _copied(params)
-    make_parcels(_layout(params, 2), params, as_views=True)
+    make_bucket_memories(_layout(params, 2), params, as_views=True)
     assert len({param.untyped_storage().data_ptr() for param in params if param.numel()}) == 1
     assert [param.stride() for param in dense] == strides
     assert all(torch.equal(param, value) for param, value in zip(params, values, strict=True))
@@ -164,28 +167,28 @@ def test_flat_parameters_share_memory_and_keep_values_and_strides() -> None:
 
 def test_flat_parameters_of_one_owner_are_one_piece_without_a_copy() -> None:
     params = _params(torch.ones(3), torch.ones(3))
-    (parcel,) = make_parcels(_layout(params, 2), params, as_views=True)
+    (bucket_memory,) = make_bucket_memories(_layout(params, 2), params, as_views=True)
     for owner in range(2):
-        (piece,) = parcel.pieces(owner)
-        assert piece.load().data_ptr() == piece.room().data_ptr() == params[owner].data_ptr()
+        (message,) = bucket_memory.messages(owner)
+        assert message.pack().data_ptr() == message.buffer().data_ptr() == params[owner].data_ptr()
 
 
 def test_a_parameter_with_gaps_becomes_contiguous_in_a_flat_parcel() -> None:
     params = _params(torch.arange(6.0)[::2])
-    make_parcels(_layout(params, 1), params, as_views=True)
+    make_bucket_memories(_layout(params, 1), params, as_views=True)
     assert params[0].is_contiguous() and params[0].tolist() == [0, 2, 4]
 
 
 def test_flat_parameters_are_taken_back_when_rebound() -> None:
     params = _params(torch.zeros(3), torch.zeros(4))
-    (parcel,) = make_parcels(_layout(params, 1), params, as_views=True)
+    (bucket_memory,) = make_bucket_memories(_layout(params, 1), params, as_views=True)
     params[1].data = torch.full((4,), 5.0)
-    parcel.attach()
-    (piece,) = parcel.pieces(0)
-    assert sorted(piece.load().tolist()) == [0, 0, 0, 5, 5, 5, 5]
+    bucket_memory.attach()
+    (message,) = bucket_memory.messages(0)
+    assert sorted(message.pack().tolist()) == [0, 0, 0, 5, 5, 5, 5]
     assert params[0].untyped_storage().data_ptr() == params[1].untyped_storage().data_ptr()
     params[1].data.fill_(7)
-    assert piece.load().sum() == 28
+    assert message.pack().sum() == 28
 
 
 @pytest.mark.parametrize("as_views", [False, True])
@@ -193,43 +196,43 @@ def test_frozen_parameters_are_neither_moved_nor_sent(as_views: bool) -> None:
     params = _params(torch.ones(3), torch.ones(4))
     params[1].requires_grad_(False)
     before = params[1].data_ptr()
-    (parcel,) = make_parcels(_layout(params, 1), params, as_views)
+    (bucket_memory,) = make_bucket_memories(_layout(params, 1), params, as_views)
     assert params[1].data_ptr() == before
-    assert [piece.load().numel() for piece in parcel.pieces(0)] == [3]
+    assert [message.pack().numel() for message in bucket_memory.messages(0)] == [3]
 
 
 def test_only_empty_parameters_need_no_parcel() -> None:
     params = _params(torch.zeros(0), torch.zeros(2, 0))
     for as_views in (False, True):
-        assert make_parcels(_layout(params, 2), params, as_views) == []
+        assert make_bucket_memories(_layout(params, 2), params, as_views) == []
 
 
 def test_one_parcel_for_each_dtype() -> None:
     params = _params(torch.zeros(2), torch.zeros(3, dtype=torch.float16), torch.zeros(4))
-    parcels = make_parcels(_layout(params, 1), params, as_views=True)
-    assert [[piece.load().dtype for piece in parcel.pieces(0)] for parcel in parcels] == [
+    bucket_memories = make_bucket_memories(_layout(params, 1), params, as_views=True)
+    assert [[message.pack().dtype for message in bucket_memory.messages(0)] for bucket_memory in bucket_memories] == [
         [torch.float32],
         [torch.float16],
     ]
-    assert all(parcel.device == torch.device("cpu") for parcel in parcels)
+    assert all(bucket_memory.device == torch.device("cpu") for bucket_memory in bucket_memories)
 
 
 def test_a_parcel_that_still_fits_is_kept_and_others_are_released() -> None:
     params = _params(torch.zeros(2), torch.full((3,), 5.0, dtype=torch.float16))
-    first = make_parcels(_layout(params, 1), params, as_views=True)
+    first = make_bucket_memories(_layout(params, 1), params, as_views=True)
     params[1].requires_grad_(False)
-    second = make_parcels(_layout(params, 1), params, as_views=True, previous=first)
+    second = make_bucket_memories(_layout(params, 1), params, as_views=True, previous=first)
     assert len(second) == 1 and second[0] is first[0]
-    (old,) = first[1].pieces(0)
-    assert params[1].data_ptr() != old.load().data_ptr() and params[1].tolist() == [5, 5, 5]
+    (old,) = first[1].messages(0)
+    assert params[1].data_ptr() != old.pack().data_ptr() and params[1].tolist() == [5, 5, 5]
 
 
 def test_a_parameter_thawed_again_moves_back_with_its_values() -> None:
     params = _params(torch.zeros(2), torch.ones(3))
-    parcels = make_parcels(_layout(params, 1), params, as_views=True)
+    bucket_memories = make_bucket_memories(_layout(params, 1), params, as_views=True)
     for trainable in (False, True):
         params[1].requires_grad_(trainable)
-        parcels = make_parcels(_layout(params, 1), params, True, parcels)
+        bucket_memories = make_bucket_memories(_layout(params, 1), params, True, bucket_memories)
         with torch.no_grad():
             params[1].add_(1)
         shared = params[0].untyped_storage().data_ptr() == params[1].untyped_storage().data_ptr()
@@ -239,11 +242,11 @@ def test_a_parameter_thawed_again_moves_back_with_its_values() -> None:
 
 def test_flat_parcels_know_their_own_parameters_by_identity() -> None:
     params = _params(torch.zeros(2), torch.zeros(2))
-    parcel = FlatParcel(_layout(params, 1).buckets[0], params)
-    assert parcel.holds(params)
-    assert not parcel.holds(copy.deepcopy(params))
-    assert not parcel.holds(params[::-1])
-    assert not parcel.holds(params[:1])
+    bucket_memory = FlatBucket(_layout(params, 1).buckets[0], params)
+    assert bucket_memory.holds(params)
+    assert not bucket_memory.holds(copy.deepcopy(params))
+    assert not bucket_memory.holds(params[::-1])
+    assert not bucket_memory.holds(params[:1])
 
 
 @pytest.mark.parametrize("splittable", [False, True])
@@ -253,8 +256,8 @@ def test_flat_parameters_lie_where_fast_kernels_like_them(splittable: bool) -> N
     specs = [ParamSpec(f"p{i}", (size,), "float32", splittable=splittable) for i, size in enumerate(sizes)]
     layout = fill(specs, 1, 1 << 20, [4] * 6, [Cost(size) for size in sizes])
     params = _params(*[torch.zeros(size) for size in sizes])
-    parcels = make_parcels(layout, params, as_views=True)
-    assert len(parcels) == (1 if splittable else 2)
+    bucket_memories = make_bucket_memories(layout, params, as_views=True)
+    assert len(bucket_memories) == (1 if splittable else 2)
     assert [params[index].data_ptr() % 16 for index in (1, 3, 5)] == [0, 0, 0]
 
 

@@ -22,7 +22,7 @@ class _Ranks(NullExchange):
     def __init__(self, rows: Sequence[Sequence[int]], rank: int) -> None:
         self._rows, self._rank = rows, rank
 
-    def meet(self, words: Sequence[int]) -> Any:
+    def start_all_gather_ints(self, words: Sequence[int]) -> Any:
         assert list(words) == list(self._rows[self._rank])
         return SimpleNamespace(wait=lambda: [list(row) for row in self._rows])
 
@@ -31,9 +31,9 @@ class _Recorder(NullExchange):
     def __init__(self) -> None:
         self.words = list[int]()
 
-    def meet(self, words: Sequence[int]) -> Any:
+    def start_all_gather_ints(self, words: Sequence[int]) -> Any:
         self.words = list(words)
-        return super().meet(words)
+        return super().start_all_gather_ints(words)
 
 
 def _words(sums: Sequence[float], norm_type: float) -> list[int]:

@@ -12,10 +12,10 @@ from zerostep.plan.groups import all_params
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.tools.planner.comparison import Request, compare, shares_of
+from zerostep.tools.planner.comparison import Request, bytes_of_ranks, compare
 from zerostep.tools.planner.errors import PlanError
 from zerostep.tools.planner.forecast import Strategy
-from zerostep.tools.planner.memory import Job, sharded
+from zerostep.tools.planner.memory import TrainingJob, sharded
 from zerostep.tools.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options
 from zerostep.tools.planner.sources import Source, load
 from zerostep.tools.planner.state import StateModel
@@ -57,12 +57,12 @@ def _request(recipe: Recipe, ranks: int, **more: Any) -> Request:
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_state_is_that_of_the_inner_optimizers(name: str, world: int) -> None:
-    blueprint = RECIPES[name].blueprint(Settings(bucket_mb=0.002), _source(), "cuda")
+    blueprint = RECIPES[name].planner(Settings(bucket_mb=0.002), _source(), "cuda")
     # Adafactor divides by the number of elements.
     shapes = {key: shape for key, shape in SHAPES.items() if key != "nothing" or name != "Adafactor"}
     groups = RECIPES[name].groups(_source(frozen="layers.0.bias", shapes=shapes), blueprint)
     layout = blueprint.plan(groups, world)
-    found = sharded(Job(blueprint, groups, list(shapes), 0, False), layout)
+    found = sharded(TrainingJob(blueprint, groups, list(shapes), 0, False), layout)
     for rank in range(world):
         assert int(found.state[rank]) == _stepped(layout, rank, blueprint, groups)
 
@@ -77,7 +77,7 @@ def _stepped(layout: Layout, rank: int, blueprint: Any, groups: Any) -> int:
             for leaf in cut_leaves(layout, rank, index, shard, likes):
                 leaf.tensor.grad = torch.zeros_like(leaf.tensor)
                 members[leaf.group].append(leaf.tensor)
-    inners = InnerOptimizers(groups, members, blueprint.common, blueprint.defaults)
+    inners = InnerOptimizers(groups, members, blueprint.default_class, blueprint.defaults)
     for optimizer in inners.all:
         optimizer.step()
     entries = [entry for optimizer in inners.all for entry in optimizer.state.values()]
@@ -97,7 +97,7 @@ class Blocks(Optimizer):
 
 
 def test_state_that_grows_in_blocks_is_measured_for_every_length() -> None:
-    blueprint = Recipe(Rule(Blocks)).blueprint(Settings(), _source(), "cuda")
+    blueprint = Recipe(Rule(Blocks)).planner(Settings(), _source(), "cuda")
     model = StateModel(blueprint, {"params": []})
     assert model.flat(torch.tensor([0, 1, 64, 65, 640]), torch.float32).tolist() == [0, 4, 4, 8, 40]
 
@@ -105,7 +105,7 @@ def test_state_that_grows_in_blocks_is_measured_for_every_length() -> None:
 def test_state_and_masters_of_all_ranks_are_those_of_one() -> None:
     settings = Settings(master_dtype=torch.float32)
     request = Request(_source(torch.bfloat16), ADAMW, 4, 4, settings)
-    found = shares_of(request)
+    found = bytes_of_ranks(request)
     elements = request.source.elements
     assert int(found[Strategy.DDP].masters.sum()) == 4 * elements
     for strategy in (Strategy.WHOLE, Strategy.SHARDED):

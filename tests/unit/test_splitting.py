@@ -375,8 +375,8 @@ def _ids(kinds: Iterable[type]) -> list[str]:
     return [kind.__name__ for kind in kinds]
 
 
-def _recipe(case: Case) -> splitting._Recipe:
-    return splitting._Recipe(case.kind, case.options)
+def _recipe(case: Case) -> splitting._Candidate:
+    return splitting._Candidate(case.kind, case.options)
 
 
 def _never(*_: object) -> bool:
@@ -425,8 +425,8 @@ def test_the_probe_agrees_with_what_is_known_of_atomic_classes(case: Case) -> No
 
 
 def test_the_probe_agrees_that_lbfgs_couples_parameters() -> None:
-    assert not splitting._probe_elements(splitting._Recipe(optim.LBFGS, {}))
-    assert not splitting._probe_parameters(splitting._Recipe(optim.LBFGS, {}))
+    assert not splitting._probe_elements(splitting._Candidate(optim.LBFGS, {}))
+    assert not splitting._probe_parameters(splitting._Candidate(optim.LBFGS, {}))
 
 
 @pytest.mark.parametrize("kind", [ClipsEach, IgnoresTiny], ids=lambda kind: kind.__name__)
@@ -537,8 +537,8 @@ def test_an_object_that_cannot_be_hashed_is_tried() -> None:
 @pytest.mark.parametrize("kind", [Noise, SignSgd, Lars, NeedsAccelerator], ids=lambda kind: kind.__name__)
 def test_random_numbers_stay_as_they_were(kind: type[Optimizer]) -> None:
     before = torch.get_rng_state()
-    splitting._probe_elements(splitting._Recipe(kind, {}))
-    splitting._probe_parameters(splitting._Recipe(kind, {}))
+    splitting._probe_elements(splitting._Candidate(kind, {}))
+    splitting._probe_parameters(splitting._Candidate(kind, {}))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -546,8 +546,8 @@ def test_answers_do_not_depend_on_the_state_of_the_random_numbers() -> None:
     with torch.random.fork_rng(devices=[]):
         for seed in range(3):
             torch.default_generator.manual_seed(seed)
-            assert not splitting._probe_elements(splitting._Recipe(Noise, {}))
-            assert splitting._probe_parameters(splitting._Recipe(Noise, {}))
+            assert not splitting._probe_elements(splitting._Candidate(Noise, {}))
+            assert splitting._probe_parameters(splitting._Candidate(Noise, {}))
 
 
 def test_options_of_the_user_stay_as_they_were() -> None:
@@ -738,8 +738,8 @@ def test_the_default_device_and_dtype_do_not_matter() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert splitting._probe_elements(splitting._Recipe(SameAdamW, {}))
-            assert not splitting._probe_elements(splitting._Recipe(Lars, {}))
+            assert splitting._probe_elements(splitting._Candidate(SameAdamW, {}))
+            assert not splitting._probe_elements(splitting._Candidate(Lars, {}))
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -14,7 +14,7 @@ from zerostep.tools.tracing.chrome import merged
 from zerostep.tools.tracing.events import RankTrace, TraceError, in_order, parse, read
 from zerostep.tools.tracing.intervals import Interval
 from zerostep.tools.tracing.picture import check_paths, draw
-from zerostep.tools.tracing.step import Flight, StepView, Update, common_step, view
+from zerostep.tools.tracing.step import Communication, StepView, Update, common_step, view
 from zerostep.tools.tracing.worker import StepCounter
 
 HOST, LANE = 7, 8
@@ -54,7 +54,7 @@ def spans(*edges: tuple[float, float]) -> list[Interval]:
 
 def test_a_bucket_is_on_its_way_from_its_launch_to_the_end_of_its_wait() -> None:
     found = step_of(entry("zerostep/reduce bucket 3", 1100, 1120), entry("zerostep/reduce bucket 3 wait", 1500, 1600))
-    assert found.flights == [Flight("reduce", "bucket 3", Interval(1100, 1600), spans((1500, 1600)))]
+    assert found.communications == [Communication("reduce", "bucket 3", Interval(1100, 1600), spans((1500, 1600)))]
     assert found.exposed == {"reduce": spans((1500, 1600))}
     assert found.exposed_ms == 0.1
 
@@ -73,7 +73,7 @@ def test_launches_and_waits_of_one_bucket_are_paired_in_order() -> None:
         entry("zerostep/reduce bucket 0 wait", 1300, 1310),
         entry("zerostep/reduce bucket 0 wait", 1400, 1410),
     )
-    assert [flight.span for flight in found.flights] == spans((1100, 1310), (1200, 1410))
+    assert [communication.span for communication in found.communications] == spans((1100, 1310), (1200, 1410))
 
 
 def test_parameters_are_on_their_way_across_the_edges_of_a_step() -> None:
@@ -83,36 +83,38 @@ def test_parameters_are_on_their_way_across_the_edges_of_a_step() -> None:
         entry("zerostep/gather bucket 0", 1900, 1950),
         op(2500, 2600),
     )
-    assert [flight.span for flight in found.flights] == spans((1000, 1250), (1900, 2000))
+    assert [communication.span for communication in found.communications] == spans((1000, 1250), (1900, 2000))
     assert found.exposed == {"gather": spans((1200, 1250))}
 
 
 def test_a_wait_whose_launch_was_before_the_trace() -> None:
     found = step_of(entry("zerostep/gather bucket 0 wait", 1200, 1250), entry("zerostep/gather bucket 0", 1900, 1950))
-    assert [flight.span for flight in found.flights] == spans((1000, 1250), (1900, 2000))
+    assert [communication.span for communication in found.communications] == spans((1000, 1250), (1900, 2000))
 
 
 def test_a_phase_that_is_only_waited_for_lasts_as_long_as_the_wait() -> None:
     found = step_of(entry("zerostep/gather gradients bucket 2 wait", 1200, 1250))
-    assert found.flights == [Flight("gather gradients", "bucket 2", Interval(1200, 1250), spans((1200, 1250)))]
+    assert found.communications == [
+        Communication("gather gradients", "bucket 2", Interval(1200, 1250), spans((1200, 1250)))
+    ]
 
 
 def test_the_drop_in_waits_in_its_gather() -> None:
     found = step_of(entry("zerostep/update", 1500, 1600), entry("zerostep/gather", 1600, 1700), op(1600, 1610))
-    assert found.flights == [Flight("gather", "gather", Interval(1600, 1700), spans((1610, 1700)))]
+    assert found.communications == [Communication("gather", "gather", Interval(1600, 1700), spans((1610, 1700)))]
     assert found.updates == [Update([], Interval(1500, 1600))]
     assert found.host["update"] == spans((1500, 1600))
 
 
 def test_what_another_thread_waits_for_holds_nobody_up() -> None:
     found = step_of(entry("zerostep/gather bucket 1", 1600, 1700, thread=LANE), op(1500, 1800))
-    assert found.flights == [Flight("gather", "bucket 1", Interval(1600, 1700), [])]
+    assert found.communications == [Communication("gather", "bucket 1", Interval(1600, 1700), [])]
     assert found.exposed == {}
 
 
 def test_meetings_are_waited_for_but_are_no_bucket() -> None:
     found = step_of(entry("zerostep/meet", 1100, 1110), entry("zerostep/meet wait", 1300, 1310))
-    assert found.flights == []
+    assert found.communications == []
     assert found.exposed == {"meet": spans((1300, 1310))}
 
 
@@ -133,7 +135,7 @@ def test_a_collective_of_ddp_is_exposed_where_no_op_runs() -> None:
         backward(1200, 1600),
         op(1650, 1660),  # so soon that the host was not idle
     )
-    assert [(flight.row, flight.span) for flight in found.flights] == [
+    assert [(communication.row, communication.span) for communication in found.communications] == [
         ("all-reduce 0", Interval(1400, 1800)),
         ("all-reduce 1", Interval(1500, 1850)),
     ]
@@ -143,11 +145,11 @@ def test_a_collective_of_ddp_is_exposed_where_no_op_runs() -> None:
 def test_rows_of_collectives_begin_anew_with_each_step() -> None:
     early = entry("gloo:all_reduce", 500, 600, thread=LANE)
     found = step_of(early, op(1, 2), entry("gloo:all_reduce", 1400, 1800, thread=LANE))
-    assert [flight.row for flight in found.flights] == ["all-reduce 0"]
+    assert [communication.row for communication in found.communications] == ["all-reduce 0"]
 
 
 def test_own_messages_are_no_collectives() -> None:
-    assert step_of(entry("gloo:send", 1100, 1200), entry("gloo:recv", 1100, 1200)).flights == []
+    assert step_of(entry("gloo:send", 1100, 1200), entry("gloo:recv", 1100, 1200)).communications == []
 
 
 def test_messages_that_are_kernels_are_exposed_where_no_other_kernel_runs() -> None:
@@ -159,9 +161,9 @@ def test_messages_that_are_kernels_are_exposed_where_no_other_kernel_runs() -> N
         entry("ncclDevKernel_AllGather_RING", 1500, 1510, "kernel", 20),
         entry("gemm", 1250, 1350, "kernel", 21),
     )
-    assert found.flights == [
-        Flight("reduce", "bucket 2", Interval(1200, 1400), spans((1200, 1250), (1350, 1400))),
-        Flight("gather", "messages", Interval(1500, 1510), spans((1500, 1510))),
+    assert found.communications == [
+        Communication("reduce", "bucket 2", Interval(1200, 1400), spans((1200, 1250), (1350, 1400))),
+        Communication("gather", "messages", Interval(1500, 1510), spans((1500, 1510))),
     ]
     assert found.device == spans((1250, 1350))
     assert found.exposed_ms == pytest.approx(0.11)
@@ -272,8 +274,8 @@ def test_one_trace_of_all_ranks_has_one_clock_and_a_process_each() -> None:
     assert ops[0]["pid"] != ops[1]["pid"]
     first, second = (event["id"] for event in events if event["ph"] == "s")
     assert first != second
-    flights = [(event["ph"], event["ts"]) for event in events if event["name"] == "reduce bucket 0"]
-    assert flights == [("b", 100), ("e", 300), ("b", 150), ("e", 350)]
+    communications = [(event["ph"], event["ts"]) for event in events if event["name"] == "reduce bucket 0"]
+    assert communications == [("b", 100), ("e", 300), ("b", 150), ("e", 350)]
 
 
 # ---------------------------------------------------------------------- pictures

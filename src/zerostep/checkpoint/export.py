@@ -79,9 +79,9 @@ def _optimizer(reader: Reader, masters: bool) -> Tree:
 
 def _entry(reader: Reader, number: int, masters: bool) -> Tree:
     """The counters first, as torch's optimizers have them."""
-    rest = {key: reader.value(number, key, StoredTensor.in_file) for key in reader.rest_keys(number)}
-    like = [key for key in reader.like_keys(number) if masters or key != MASTER]
-    entry = rest | {key: StoredTensor.like(reader, number, key) for key in like}
+    rest = {key: reader.value(number, key, StoredTensor.in_file) for key in reader.shared_keys(number)}
+    like = [key for key in reader.per_element_keys(number) if masters or key != MASTER]
+    entry = rest | {key: StoredTensor.per_element(reader, number, key) for key in like}
     return {sys.intern(key): value for key, value in entry.items()}  # a file has each string object once
 
 

@@ -17,10 +17,10 @@ from zerostep.checkpoint.manifest import Manifest
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, StoredState, verify
 from zerostep.checkpoint.weights import apply_weights, check_weights
-from zerostep.comm.agreement import Record, agreed
+from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.transport import NullTransport, connect
 from zerostep.errors import CheckpointError
-from zerostep.optim.view import Subject, subject_of
+from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.state_dict import pack_groups
 
@@ -47,13 +47,13 @@ def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None =
     Everything is verified before anything is applied; whatever is wrong is a `CheckpointError` on every rank, and
     leaves optimizer and model as they were.
     """
-    subject, source = subject_of(optimizer), Path(os.path.abspath(path))
-    everyone = subject.everyone
-    subject.saves.finish()
-    with agreed(everyone) as statement:
+    view, source = view_of(optimizer), Path(os.path.abspath(path))
+    everyone = view.everyone
+    view.saves.finish()
+    with agreed(everyone) as agreement:
         manifest = read_manifest(source)
-        statement.records = [Record("the checkpoint", f"{source.name!r}, {manifest.id}")]
-        statement.remedy = _REMEDY
+        agreement.facts = [Fact("the checkpoint", f"{source.name!r}, {manifest.id}")]
+        agreement.remedy = _REMEDY
     with agreed(everyone):
         files = range(everyone.rank, len(manifest.files), everyone.world_size)
         total = sum(manifest.files[number].nbytes for number in files)
@@ -61,30 +61,30 @@ def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None =
             verify(source, manifest, files, advance)
     with agreed(everyone):
         reader = Reader(source, manifest)
-    _apply(reader, subject, model)
+    _apply(reader, view, model)
     return _about(source, manifest, everyone.rank, everyone.world_size)
 
 
-def _apply(reader: Reader, subject: Subject, model: nn.Module | None) -> None:
-    with agreed(subject.everyone):
-        numbers = _match(reader.manifest, subject)
+def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None:
+    with agreed(view.everyone):
+        numbers = _match(reader.manifest, view)
         if model is not None:
             check_weights(reader, model)
         found = {
-            ours: StoredState(reader, theirs, subject.params[ours], with_weights=model is not None)
+            ours: StoredState(reader, theirs, view.params[ours], with_weights=model is not None)
             for ours, theirs in numbers.items()
         }
         saved = {number: state for number, state in found.items() if state.names()}
         chosen = [dict(group.options) for group in reader.manifest.groups]
-        commit = subject.restore(saved, reader.others(), chosen, reader.manifest.step)
+        commit = view.restore(saved, reader.others(), chosen, reader.manifest.step)
     try:
-        with agreed(subject.everyone):
+        with agreed(view.everyone):
             if model is not None:
                 apply_weights(reader, model)
             commit()
     except BaseException as error:
         # Here or on another rank: nobody can say what has been applied.
-        subject.spoil(f"loading {reader.path} failed half-way: {error}")
+        view.spoil(f"loading {reader.path} failed half-way: {error}")
         raise
 
 
@@ -97,12 +97,12 @@ def _about(path: Path, manifest: Manifest, rank: int, world_size: int) -> Checkp
 # ---------------------------------------------------------------------- which parameter is which
 
 
-def _match(manifest: Manifest, subject: Subject) -> dict[int, int]:
+def _match(manifest: Manifest, view: OptimizerView) -> dict[int, int]:
     """The number in the checkpoint of each parameter of the optimizer."""
-    ours, theirs = subject.layout.params, manifest.layout.params
-    _check_groups(manifest, subject)
-    if manifest.named and subject.named:
-        found = _by_name(manifest, subject)
+    ours, theirs = view.layout.params, manifest.layout.params
+    _check_groups(manifest, view)
+    if manifest.named and view.named:
+        found = _by_name(manifest, view)
     elif len(ours) == len(theirs):
         found = {number: number for number in range(len(ours))}
     else:
@@ -115,13 +115,13 @@ def _match(manifest: Manifest, subject: Subject) -> dict[int, int]:
     return found
 
 
-def _check_groups(manifest: Manifest, subject: Subject) -> None:
-    if len(manifest.groups) != len(subject.groups):
+def _check_groups(manifest: Manifest, view: OptimizerView) -> None:
+    if len(manifest.groups) != len(view.groups):
         raise CheckpointError(
-            f"the checkpoint has {len(manifest.groups)} parameter groups, the optimizer has {len(subject.groups)}: "
+            f"the checkpoint has {len(manifest.groups)} parameter groups, the optimizer has {len(view.groups)}: "
             "build the same groups"
         )
-    for number, (group, kind) in enumerate(zip(manifest.groups, subject.kinds, strict=True)):
+    for number, (group, kind) in enumerate(zip(manifest.groups, view.kinds, strict=True)):
         if group.kind != kind:
             raise CheckpointError(
                 f"group {number} was optimized by {group.kind} and is now by {kind}, which cannot use its state: build "
@@ -129,10 +129,10 @@ def _check_groups(manifest: Manifest, subject: Subject) -> None:
             )
 
 
-def _by_name(manifest: Manifest, subject: Subject) -> dict[int, int]:
-    ours, theirs = subject.layout.params, manifest.layout.params
+def _by_name(manifest: Manifest, view: OptimizerView) -> dict[int, int]:
+    ours, theirs = view.layout.params, manifest.layout.params
     known = {name: number for number, name in bare_names(theirs, _listed(manifest)).items()}
-    wanted = {name: number for number, name in bare_names(ours, _held(subject)).items()}
+    wanted = {name: number for number, name in bare_names(ours, _held(view)).items()}
     for story, missing in (("lacks", wanted.keys() - known.keys()), ("has", known.keys() - wanted.keys())):
         if missing:
             raise CheckpointError(
@@ -141,9 +141,9 @@ def _by_name(manifest: Manifest, subject: Subject) -> dict[int, int]:
     return {number: known[name] for name, number in wanted.items()}
 
 
-def _held(subject: Subject) -> list[int]:
+def _held(view: OptimizerView) -> list[int]:
     """The numbers of the optimizer's parameters, each once."""
-    return sorted({number for group in pack_groups(subject.groups) for number in group["params"]})
+    return sorted({number for group in pack_groups(view.groups) for number in group["params"]})
 
 
 def _listed(manifest: Manifest) -> list[int]:
@@ -185,8 +185,8 @@ def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None
     """
     group = process_group if process_group is not None or not dist.is_initialized() else dist.group.WORLD
     transport = NullTransport() if group is None else connect(group)
-    with agreed(transport) as statement:
+    with agreed(transport) as agreement:
         found = newest(Path(os.path.abspath(root)))
         chosen = "none" if found is None else f"{found[0].name!r}, {found[1].id}"
-        statement.records, statement.remedy = [Record("the newest checkpoint", chosen)], _REMEDY
+        agreement.facts, agreement.remedy = [Fact("the newest checkpoint", chosen)], _REMEDY
     return None if found is None else found[0]

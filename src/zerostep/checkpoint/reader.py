@@ -45,13 +45,13 @@ def verify(path: Path, manifest: Manifest, files: Iterable[int], advance: Callab
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StoredPart:
     """Where the state of a part of a parameter is."""
 
     file: TensorFile
     part: Span
-    like: tuple[str, ...]
-    rest: Mapping[str, Any]
+    per_element: tuple[str, ...]
+    shared: Mapping[str, Any]
 
 
 class Reader:
@@ -64,7 +64,7 @@ class Reader:
         for rank, record in enumerate(self.manifest.files):
             self._files.append(TensorFile(path / record.name))
             self._check_identity(self._files[-1], rank)
-        self._pieces = self._find_pieces()
+        self._parts = self._find_parts()
 
     # ------------------------------------------------------------------ what is there
 
@@ -72,28 +72,28 @@ class Reader:
         if (file.about.get("id"), file.about.get("rank")) != (self.manifest.id, rank):
             raise file.trouble("it is the file of another rank or of another checkpoint")
 
-    def _find_pieces(self) -> dict[int, list[_Piece]]:
-        found: dict[int, list[_Piece]] = {}
+    def _find_parts(self) -> dict[int, list[_StoredPart]]:
+        found: dict[int, list[_StoredPart]] = {}
         for rank, file in enumerate(self._files):
             owned = {fragment.param: fragment.part for fragment in self.manifest.layout.fragments(rank)}
             with _telling_of(file):
                 for number, start, stop, like, rest in file.about["state"]:
-                    piece = _Piece(file, Span(start, stop), tuple(like), dict(rest))
-                    self._check_piece(piece, number, owned.pop(number))  # which comes once
-                    found.setdefault(number, []).append(piece)
+                    part_ = _StoredPart(file, Span(start, stop), tuple(like), dict(rest))
+                    self._check_part(part_, number, owned.pop(number))  # which comes once
+                    found.setdefault(number, []).append(part_)
                 self._check_values(file)
                 self._check_weights(file, rank)
         self._check_complete(found)
-        return {number: sorted(pieces, key=lambda piece: piece.part.start) for number, pieces in found.items()}
+        return {number: sorted(parts, key=lambda part_: part_.part.start) for number, parts in found.items()}
 
-    def _check_piece(self, piece: _Piece, number: int, owned: Span) -> None:
-        if piece.part != owned:
-            raise ValueError(f"it holds {piece.part} of parameter {number}, and the layout gives it {owned}")
-        for key in piece.like:
+    def _check_part(self, part_: _StoredPart, number: int, owned: Span) -> None:
+        if part_.part != owned:
+            raise ValueError(f"it holds {part_.part} of parameter {number}, and the layout gives it {owned}")
+        for key in part_.per_element:
             name = f"state.{number}.{key}"
-            if piece.file.shape(name) != (piece.part.length,):
-                raise ValueError(f"{name!r} has shape {piece.file.shape(name)} for {piece.part.length} elements")
-            piece.file.dtype(name)
+            if part_.file.shape(name) != (part_.part.length,):
+                raise ValueError(f"{name!r} has shape {part_.file.shape(name)} for {part_.part.length} elements")
+            part_.file.dtype(name)
 
     def _check_values(self, file: TensorFile) -> None:
         """Each tensor among the values is there and stands in one place: text must not multiply what is in the file."""
@@ -125,18 +125,20 @@ class Reader:
                 name = f"buffer.{rest[1]}"
                 file.shape(name), file.dtype(name)
 
-    def _check_complete(self, found: Mapping[int, Sequence[_Piece]]) -> None:
+    def _check_complete(self, found: Mapping[int, Sequence[_StoredPart]]) -> None:
         """A parameter has state in all its parts, of the same kinds, or in none."""
-        for number, pieces in found.items():
+        for number, parts in found.items():
             owners = [each.rank for each in self.manifest.layout.fragments_of(number)]
-            first = pieces[0]
-            alike = all((each.like, set(each.rest)) == (first.like, set(first.rest)) for each in pieces)
+            first = parts[0]
+            alike = all(
+                (each.per_element, set(each.shared)) == (first.per_element, set(first.shared)) for each in parts
+            )
             dtypes = (
-                {tuple(each.file.dtype(f"state.{number}.{key}") for key in first.like) for each in pieces}
+                {tuple(each.file.dtype(f"state.{number}.{key}") for key in first.per_element) for each in parts}
                 if alike
                 else ()
             )
-            if len(pieces) != len(owners) or len(dtypes) != 1:
+            if len(parts) != len(owners) or len(dtypes) != 1:
                 name = self.manifest.layout.params[number].name
                 raise CheckpointError(
                     f"{self.path} is damaged: the parts of parameter {name!r} do not belong together; load another one"
@@ -145,27 +147,27 @@ class Reader:
     @property
     def with_state(self) -> list[int]:
         """The numbers of the parameters that have state."""
-        return sorted(self._pieces)
+        return sorted(self._parts)
 
-    def like_keys(self, number: int) -> dict[str, torch.dtype]:
+    def per_element_keys(self, number: int) -> dict[str, torch.dtype]:
         """The state of a parameter that is like it, with its dtypes."""
-        found = self._pieces.get(number, ())
-        return {key: each.file.dtype(f"state.{number}.{key}") for each in found[:1] for key in each.like}
+        found = self._parts.get(number, ())
+        return {key: each.file.dtype(f"state.{number}.{key}") for each in found[:1] for key in each.per_element}
 
-    def rest_keys(self, number: int) -> list[str]:
+    def shared_keys(self, number: int) -> list[str]:
         """The other state of a parameter."""
-        return [key for each in self._pieces.get(number, ())[:1] for key in each.rest]
+        return [key for each in self._parts.get(number, ())[:1] for key in each.shared]
 
     # ------------------------------------------------------------------ values
 
-    def stretch(self, number: int, key: str, part: Span) -> Tensor:
+    def elements(self, number: int, key: str, part: Span) -> Tensor:
         """Some elements of state that is like its parameter, in the order of the parameter's memory at the time."""
-        return self._stretch(number, f"state.{number}.{key}", part)
+        return self._elements(number, f"state.{number}.{key}", part)
 
     def value(self, number: int, key: str, take: Take = TensorFile.whole) -> Any:
         """State that belongs to a whole parameter; `take` finds each tensor in it."""
-        piece = self._pieces[number][0]
-        return self._value(piece.file, piece.rest[key], take)
+        part_ = self._parts[number][0]
+        return self._value(part_.file, part_.shared[key], take)
 
     def others(self, take: Take = TensorFile.whole) -> dict[str, Any]:
         """State that belongs to no parameter."""
@@ -174,7 +176,7 @@ class Reader:
 
     def weight(self, number: int, part: Span) -> Tensor:
         """Some elements of a parameter, in the order of its memory at the time."""
-        return self._stretch(number, f"model.{number}", part)
+        return self._elements(number, f"model.{number}", part)
 
     def has_weight(self, number: int) -> bool:
         """Whether the model's state dict had this parameter."""
@@ -205,17 +207,17 @@ class Reader:
         found = self.manifest.orders.get(number)
         return tuple(d for d, size in enumerate(self.spec(number).shape) if size > 1) if found is None else found
 
-    def _stretch(self, number: int, name: str, part: Span) -> Tensor:
-        pieces = []
+    def _elements(self, number: int, name: str, part: Span) -> Tensor:
+        parts = []
         for fragment in self.manifest.layout.fragments_of(number):
             wanted = fragment.part.intersect(part)
             if wanted.length:
                 inside = wanted.shift(-fragment.part.start)
-                pieces.append(self._files[fragment.rank].read(name, inside.start, inside.stop))
-        if not pieces:
+                parts.append(self._files[fragment.rank].read(name, inside.start, inside.stop))
+        if not parts:
             owner = self.manifest.layout.fragments_of(number)[0].rank
             return self._files[owner].read(name, 0, 0)
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _value(self, file: TensorFile, tree: Any, take: Take) -> Any:
         with _telling_of(file):
@@ -249,31 +251,33 @@ class StoredState:
     def __init__(self, reader: Reader, number: int, param: Tensor, with_weights: bool) -> None:
         self._reader, self._number, self._param = reader, number, param
         wider = with_weights and reader.has_weight(number) and _is_wider(reader.weight_dtype(number), param.dtype)
-        self._weights_as_masters = wider and MASTER not in reader.like_keys(number)
+        self._weights_as_masters = wider and MASTER not in reader.per_element_keys(number)
 
     @cached_property
     def _like(self) -> list[str]:
-        return [*self._reader.like_keys(self._number), *([MASTER] if self._weights_as_masters else [])]
+        return [*self._reader.per_element_keys(self._number), *([MASTER] if self._weights_as_masters else [])]
 
     def names(self) -> list[str]:
         """The names of all its pieces."""
-        return [*self._like, *self._reader.rest_keys(self._number)]
+        return [*self._like, *self._reader.shared_keys(self._number)]
 
-    def is_like(self, key: str) -> bool:
+    def is_per_element(self, key: str) -> bool:
         """Whether a piece has one number for each element."""
         return key in self._like
 
-    def stretch(self, key: str, part: Span) -> Tensor:
+    def elements(self, key: str, part: Span) -> Tensor:
         """Some elements of a piece that is like the parameter, in the order of its memory now."""
         if key == MASTER and self._weights_as_masters:
             return in_order(self._reader, self._number, self._param, part, partial(self._reader.weight, self._number))
-        return in_order(self._reader, self._number, self._param, part, partial(self._reader.stretch, self._number, key))
+        return in_order(
+            self._reader, self._number, self._param, part, partial(self._reader.elements, self._number, key)
+        )
 
     def whole(self, key: str) -> Any:
         """A piece as an unsharded optimizer has it."""
         if key not in self._like:
             return self._reader.value(self._number, key)
-        return shaped(self.stretch(key, Span(0, self._param.numel())), self._param)
+        return shaped(self.elements(key, Span(0, self._param.numel())), self._param)
 
 
 def in_order(reader: Reader, number: int, param: Tensor, part: Span, read: Callable[[Span], Tensor]) -> Tensor:

@@ -95,7 +95,7 @@ def _entries(reader: Reader, model: Entries, world_size: int) -> Entries:
 
 
 @dataclass(frozen=True)
-class _File:
+class _NewFile:
     """One rank's file before it is written: its tensors are still in those of the original."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
@@ -117,8 +117,8 @@ class _File:
         return encode(read(take), put)
 
 
-def _file(reader: Reader, token: str, layout: Layout, entries: Entries | None, rank: int) -> _File:
-    found, held = _File(), set(reader.with_state)
+def _file(reader: Reader, token: str, layout: Layout, entries: Entries | None, rank: int) -> _NewFile:
+    found, held = _NewFile(), set(reader.with_state)
     parts = {each.param: each.part for each in layout.fragments(rank)}
     state = [_state(reader, found, number, part) for number, part in parts.items() if number in held]
     others = {
@@ -135,13 +135,13 @@ def _file(reader: Reader, token: str, layout: Layout, entries: Entries | None, r
     return found
 
 
-def _state(reader: Reader, file: _File, number: int, part: Span) -> list[Any]:
-    like = list(reader.like_keys(number))
+def _state(reader: Reader, file: _NewFile, number: int, part: Span) -> list[Any]:
+    like = list(reader.per_element_keys(number))
     for key in like:
-        file.tensors[f"state.{number}.{key}"] = StoredTensor.like(reader, number, key).part(part)
+        file.tensors[f"state.{number}.{key}"] = StoredTensor.per_element(reader, number, key).part(part)
     rest = {
         key: file.encoded(lambda take, key=key: reader.value(number, key, take))  # type: ignore[misc]
-        for key in reader.rest_keys(number)
+        for key in reader.shared_keys(number)
     }
     return [number, part.start, part.stop, like, rest]
 

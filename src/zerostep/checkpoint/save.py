@@ -30,13 +30,13 @@ from zerostep.checkpoint.manifest import (
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.tensor_file import sync_directory, write_tensors
 from zerostep.checkpoint.weights import describe_weights, own_weights
-from zerostep.comm.agreement import Record, agreed
+from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.background import PendingSave
 from zerostep.comm.codec import decode, encode
 from zerostep.comm.objects import copy_object, gather_object
 from zerostep.comm.transport import Transport
 from zerostep.errors import CheckpointError
-from zerostep.optim.view import Subject, subject_of
+from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.groups import own_options
 from zerostep.state.param_state import order_of
 from zerostep.state.state_dict import pack_groups
@@ -73,20 +73,20 @@ def save(
             ranks before the next step or save; the returned `PendingSave` can be waited for.
         keep: afterwards remove older complete checkpoints beside this one, but keep this many; at least two.
     """
-    subject, target = subject_of(optimizer), Path(os.path.abspath(path))
-    subject.saves.finish()
-    with agreed(subject.everyone) as statement:
-        _check(target, keep, subject.everyone.rank)
-        subject.settle()
-        draft = _drafted(subject, target, model, keep)
-        extra_text = _extra_text(extra, subject.everyone.world_size)
+    view, target = view_of(optimizer), Path(os.path.abspath(path))
+    view.saves.finish()
+    with agreed(view.everyone) as agreement:
+        _check(target, keep, view.everyone.rank)
+        view.settle()
+        draft = _drafted(view, target, model, keep)
+        extra_text = _extra_text(extra, view.everyone.world_size)
         draft = draft if wait else draft.copied()
-        statement.records, statement.remedy = _records(subject, draft, wait), _REMEDY
-    extras = gather_object(subject.everyone, lambda: extra_text, 0)
+        agreement.facts, agreement.remedy = _facts(view, draft, wait), _REMEDY
+    extras = gather_object(view.everyone, lambda: extra_text, 0)
     if wait:
-        _write(subject.everyone, draft, extras)
+        _write(view.everyone, draft, extras)
         return None
-    return subject.saves.begin(lambda lane: _write(lane, draft, extras))
+    return view.saves.begin(lambda transport: _write(transport, draft, extras))
 
 
 def _extra_text(extra: Any, world_size: int) -> str:
@@ -134,21 +134,21 @@ class _Draft:
         )
 
 
-def _drafted(subject: Subject, path: Path, model: nn.Module | None, keep: int | None) -> _Draft:
-    entries = None if model is None else tuple(describe_weights(model, subject))
+def _drafted(view: OptimizerView, path: Path, model: nn.Module | None, keep: int | None) -> _Draft:
+    entries = None if model is None else tuple(describe_weights(model, view))
     tensors: dict[str, Tensor] = {}
-    about = _describe_state(subject, tensors) if subject.writes else {}
-    if model is not None and entries is not None and subject.writes:
-        tensors |= own_weights(model, entries, subject)
-    orders = {number: order_of(param) for number, param in enumerate(subject.params) if not param.is_contiguous()}
+    about = _describe_state(view, tensors) if view.writes else {}
+    if model is not None and entries is not None and view.writes:
+        tensors |= own_weights(model, entries, view)
+    orders = {number: order_of(param) for number, param in enumerate(view.params) if not param.is_contiguous()}
     manifest = Manifest(
         id="",
         created=time.time_ns(),
-        step=subject.step,
-        layout=subject.layout,
-        named=subject.named,
-        orders={number: order for number, order in orders.items() if is_dense(subject.params[number])},
-        groups=tuple(_groups(subject)),
+        step=view.step,
+        layout=view.layout,
+        named=view.named,
+        orders={number: order for number, order in orders.items() if is_dense(view.params[number])},
+        groups=tuple(_groups(view)),
         model=entries,
         extra=(),
         files=(),
@@ -157,75 +157,75 @@ def _drafted(subject: Subject, path: Path, model: nn.Module | None, keep: int | 
         raise CheckpointError(
             f"the layout and the options would take more than {MOST_BYTES // 4} bytes in the manifest"
         )
-    return _Draft(path, keep, subject.rank, subject.writes, tensors, about, manifest)
+    return _Draft(path, keep, view.rank, view.writes, tensors, about, manifest)
 
 
-def _describe_state(subject: Subject, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _describe_state(view: OptimizerView, tensors: dict[str, Tensor]) -> dict[str, Any]:
     def put(tensor: Tensor) -> list[Any]:
         place = f"tensor.{len(tensors)}"
         tensors[place] = tensor.contiguous()
         return ["stored", int(place.removeprefix("tensor."))]
 
     state = []
-    for share in subject.shares():
-        tensors |= {f"state.{share.param}.{key}": value for key, value in share.like.items()}
-        rest = {key: encode(value, put, f"state {key!r}") for key, value in share.rest.items()}
-        state.append([share.param, share.part.start, share.part.stop, list(share.like), rest])
-    others = {key: encode(value, put, f"state {key!r}") for key, value in subject.others().items()}
-    return {"rank": subject.rank, "state": state, "others": others if subject.rank == 0 else {}}
+    for share in view.shares():
+        tensors |= {f"state.{share.param}.{key}": value for key, value in share.per_element.items()}
+        rest = {key: encode(value, put, f"state {key!r}") for key, value in share.shared.items()}
+        state.append([share.param, share.part.start, share.part.stop, list(share.per_element), rest])
+    others = {key: encode(value, put, f"state {key!r}") for key, value in view.others().items()}
+    return {"rank": view.rank, "state": state, "others": others if view.rank == 0 else {}}
 
 
-def _groups(subject: Subject) -> list[GroupRecord]:
-    packed = pack_groups(subject.groups)
+def _groups(view: OptimizerView) -> list[GroupRecord]:
+    packed = pack_groups(view.groups)
     return [
         GroupRecord(
             copy_object(own_options(group)),  # a background save must not see what they become
             tuple(group["params"]),
             kind,
         )
-        for group, kind in zip(packed, subject.kinds, strict=True)
+        for group, kind in zip(packed, view.kinds, strict=True)
     ]
 
 
-def _records(subject: Subject, draft: _Draft, wait: bool) -> list[Record]:
+def _facts(view: OptimizerView, draft: _Draft, wait: bool) -> list[Fact]:
     model = draft.manifest.model
     keys = None if model is None else [entry[:2] for entry in model]
     return [
-        Record("the name of the checkpoint", repr(draft.path.name)),
-        Record("the number of steps", str(subject.step)),
-        Record("the layout", subject.layout.digest()),
-        Record("the model's state dict", repr(keys)),
-        Record("how to save", f"wait={wait}, keep={draft.keep}"),
+        Fact("the name of the checkpoint", repr(draft.path.name)),
+        Fact("the number of steps", str(view.step)),
+        Fact("the layout", view.layout.digest()),
+        Fact("the model's state dict", repr(keys)),
+        Fact("how to save", f"wait={wait}, keep={draft.keep}"),
     ]
 
 
 # ---------------------------------------------------------------------- writing it
 
 
-def _write(lane: Transport, draft: _Draft, extras: list[str]) -> None:
+def _write(transport: Transport, draft: _Draft, extras: list[str]) -> None:
     """Together: make room, write, and let rank 0 publish. A failure anywhere is one everywhere, and leaves nothing."""
-    token = _token(lane)
+    token = _token(transport)
     place = draft_of(draft.path, token)
     with ExitStack() as claim:
         try:
-            with agreed(lane), _telling_of(draft.path):
-                if lane.rank == 0:
+            with agreed(transport), _telling_of(draft.path):
+                if transport.rank == 0:
                     _make_room(draft.path)
                     claim.enter_context(claimed(place))
-            written = _at_one_s_own_pace(lane, lambda: _write_own(draft, place, token))
-            with agreed(lane), _telling_of(draft.path):
+            written = _run_with_heartbeat(transport, lambda: _write_own(draft, place, token))
+            with agreed(transport), _telling_of(draft.path):
                 record = written.result()
-            files = _exchange(lane, draft, record)
-            with agreed(lane), _telling_of(draft.path):
-                if lane.rank == 0:
+            files = _exchange(transport, draft, record)
+            with agreed(transport), _telling_of(draft.path):
+                if transport.rank == 0:
                     _publish(draft, place, token, extras, files)
         except BaseException:
-            if lane.rank == 0:
+            if transport.rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
             raise
 
 
-def _at_one_s_own_pace(lane: Transport, act: Callable[[], T]) -> Future[T]:
+def _run_with_heartbeat(transport: Transport, act: Callable[[], T]) -> Future[T]:
     """Do something that takes some ranks much longer than others: all ask each other again and again who is done.
 
     Not inside of `agreed`: who misses a rank here must not send others what they do not expect.
@@ -240,7 +240,7 @@ def _at_one_s_own_pace(lane: Transport, act: Callable[[], T]) -> Future[T]:
         while True:
             thread.join(beat)
             beat = min(1.2 * beat, _LAST_BEAT)
-            if all(row[0] for row in lane.all_gather_ints([done.done()])):
+            if all(row[0] for row in transport.all_gather_ints([done.done()])):
                 return done
     finally:
         thread.join()
@@ -264,9 +264,9 @@ def _telling_of(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _token(lane: Transport) -> str:
+def _token(transport: Transport) -> str:
     """A name that rank 0 draws for all."""
-    row = lane.all_gather_ints([secrets.randbits(62), secrets.randbits(62)])[0]
+    row = transport.all_gather_ints([secrets.randbits(62), secrets.randbits(62)])[0]
     return f"{row[0]:016x}{row[1]:016x}"
 
 
@@ -292,7 +292,7 @@ def _write_own(draft: _Draft, place: Path, token: str) -> FileRecord | None:
         return write_tensors(place / file_name(draft.rank), draft.tensors, {"id": token, **draft.about}, advance)
 
 
-def _exchange(lane: Transport, draft: _Draft, record: FileRecord | None) -> list[FileRecord]:
+def _exchange(transport: Transport, draft: _Draft, record: FileRecord | None) -> list[FileRecord]:
     """What every rank wrote, in rank order, on every rank."""
     words = [-1, 0, 0, 0, 0, 0]
     if record is not None:
@@ -302,7 +302,7 @@ def _exchange(lane: Transport, draft: _Draft, record: FileRecord | None) -> list
             record.nbytes,
             *(int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)),
         ]
-    rows = sorted(row for row in lane.all_gather_ints(words) if row[0] >= 0)
+    rows = sorted(row for row in transport.all_gather_ints(words) if row[0] >= 0)
     return [
         FileRecord(file_name(rank), nbytes, b"".join(word.to_bytes(8, "big", signed=True) for word in digest).hex())
         for rank, nbytes, *digest in rows

@@ -50,9 +50,9 @@ class StoredTensor:
         )
 
     @staticmethod
-    def like(reader: Reader, number: int, key: str) -> StoredTensor:
+    def per_element(reader: Reader, number: int, key: str) -> StoredTensor:
         """The state `key` of a whole parameter, in the parameter's shape and strides."""
-        return _shaped(reader, number, reader.like_keys(number)[key], partial(reader.stretch, number, key))
+        return _shaped(reader, number, reader.per_element_keys(number)[key], partial(reader.elements, number, key))
 
     @staticmethod
     def weight(reader: Reader, number: int) -> StoredTensor:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zerostep.checkpoint.reader import Reader, in_order
 from zerostep.comm.objects import copy_object
 from zerostep.errors import CheckpointError
-from zerostep.optim.view import Subject
+from zerostep.optim.view import OptimizerView
 from zerostep.plan.layout import Span
 from zerostep.state.param_state import MASTER, shaped
 from zerostep.tensors import flat_alias, is_dense
@@ -49,12 +49,12 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 # ---------------------------------------------------------------------- writing
 
 
-def describe_weights(model: nn.Module, subject: Subject) -> list[tuple[Any, ...]]:
+def describe_weights(model: nn.Module, view: OptimizerView) -> list[tuple[Any, ...]]:
     """Where each entry of the model's state dict will be: parameters with their owners, or, if the optimizer does not
     hold them, with the rank that has least to write; buffers with rank 0, for they may differ, and belong together.
     """
-    numbers = {id(param): number for number, param in reversed(list(enumerate(subject.params)))}
-    loads, first, found = [0] * subject.layout.world_size, dict[int, str](), list[tuple[Any, ...]]()
+    numbers = {id(param): number for number, param in reversed(list(enumerate(view.params)))}
+    loads, first, found = [0] * view.layout.world_size, dict[int, str](), list[tuple[Any, ...]]()
     for place, (key, value) in enumerate(_state_of(model).items()):
         if not isinstance(value, Tensor):
             found.append((key, "value", copy_object(value)))  # a background save must not see what it becomes
@@ -69,15 +69,15 @@ def describe_weights(model: nn.Module, subject: Subject) -> list[tuple[Any, ...]
     return found
 
 
-def own_weights(model: nn.Module, entries: Entries, subject: Subject) -> dict[str, Tensor]:
+def own_weights(model: nn.Module, entries: Entries, view: OptimizerView) -> dict[str, Tensor]:
     """What this rank writes of them, as views where possible, by their names in the file."""
-    state, parts = _state_of(model), {each.param: each.part for each in subject.layout.fragments(subject.rank)}
+    state, parts = _state_of(model), {each.param: each.part for each in view.layout.fragments(view.rank)}
     found = {}
     for key, kind, *rest in entries:
         if kind == "param" and rest[0] in parts:
             part = parts[rest[0]]
             found[f"model.{rest[0]}"] = _flat(state[key])[part.start : part.stop]
-        elif kind == "buffer" and rest[0] == subject.rank:
+        elif kind == "buffer" and rest[0] == view.rank:
             found[f"buffer.{rest[1]}"] = state[key].detach().contiguous()
     return found
 
@@ -138,8 +138,8 @@ def apply_weights(reader: Reader, model: nn.Module) -> None:
 def _fill(reader: Reader, number: int, target: Tensor) -> None:
     """Into another dtype goes what the optimizer knew, if it knew better than the model did."""
     whole, stored = Span(0, target.numel()), reader.weight_dtype(number)
-    if MASTER in reader.like_keys(number) and target.dtype != stored:
-        flat = in_order(reader, number, target, whole, partial(reader.stretch, number, MASTER))
+    if MASTER in reader.per_element_keys(number) and target.dtype != stored:
+        flat = in_order(reader, number, target, whole, partial(reader.elements, number, MASTER))
     else:
         flat = in_order(reader, number, target, whole, partial(reader.weight, number))
     target.copy_(shaped(flat, target))

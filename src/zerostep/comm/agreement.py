@@ -26,7 +26,7 @@ from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
 from zerostep.version import __version__
 
-__all__ = ["Record", "Statement", "agreed", "first_failure", "records_of"]
+__all__ = ["Agreement", "Fact", "agreed", "facts_of", "first_failure"]
 
 _MADE, _FAILED = 0, 1
 _TEXT_WORDS = 64
@@ -37,7 +37,7 @@ _SAME_CLASS: dict[str, type[Exception]] = {
 
 
 @dataclass(frozen=True)
-class Record:
+class Fact:
     """One fact that must be the same on all ranks."""
 
     title: str
@@ -45,51 +45,51 @@ class Record:
 
 
 @dataclass
-class Statement:
+class Agreement:
     """What a rank states; filled in while it is made."""
 
-    records: list[Record] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
     remedy: str = _REMEDY
 
 
 @contextmanager
-def agreed(transport: Transport) -> Iterator[Statement]:
+def agreed(transport: Transport) -> Iterator[Agreement]:
     """Leave the block only if every rank came to its end with equal records; otherwise all ranks raise.
 
     A rank that fails inside the block raises its own error, the others raise one that quotes it.
     """
-    statement = Statement()
+    agreement = Agreement()
     try:
-        yield statement
+        yield agreement
     except Exception as error:
         _exchange(transport, [_FAILED, 0, 0, 0, 0])
-        _exchange(transport, _words(_story(error)))
+        _exchange(transport, _words(_describe_error(error)))
         raise
-    rows = _exchange(transport, [_MADE, *_digest(statement.records)])
+    rows = _exchange(transport, [_MADE, *_digest(agreement.facts)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
     if failed:
         texts = _exchange(transport, _words(""))
-        raise _quote(failed[0], _text(texts[failed[0]]))
+        raise _peer_error(failed[0], _text(texts[failed[0]]))
     if any(row != rows[0] for row in rows):
-        _raise_difference(transport, statement.records, statement.remedy)
+        _raise_difference(transport, agreement.facts, agreement.remedy)
 
 
 def first_failure(transport: Transport, error: Exception | None) -> Exception:
     """When some rank has failed, and all know it: this rank's own error, or one that quotes the first rank's."""
-    texts = [_text(row) for row in _exchange(transport, _words("" if error is None else _story(error)))]
+    texts = [_text(row) for row in _exchange(transport, _words("" if error is None else _describe_error(error)))]
     if error is not None:
         return error
     rank = next(rank for rank, text in enumerate(texts) if text)
-    return _quote(rank, texts[rank])
+    return _peer_error(rank, texts[rank])
 
 
-def records_of(
+def facts_of(
     groups: Sequence[Group], specs: Sequence[ParamSpec], optimizer_class: Any, with_strides: bool
-) -> list[Record]:
+) -> list[Fact]:
     """What all ranks must hold alike. Strides count where parameters are moved in memory order."""
     params = (param for group in groups for param in group["params"])
     found = [
-        Record(
+        Fact(
             f"parameter {index} ({spec.name!r})",
             f"{spec.name!r}, shape {spec.shape}, {spec.dtype}, on {spec.device}, "
             f"{'trainable' if spec.trainable else 'frozen'}, in group {spec.group}"
@@ -97,12 +97,10 @@ def records_of(
         )
         for index, (spec, param) in enumerate(zip(specs, params, strict=True))
     ]
-    found.append(Record(f"parameter {len(specs)}", "nothing"))  # stands against what a longer list has there
-    found += [Record(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
-    found.append(
-        Record("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__))
-    )
-    found.append(Record("the version of zerostep", __version__))
+    found.append(Fact(f"parameter {len(specs)}", "nothing"))  # stands against what a longer list has there
+    found += [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
+    found.append(Fact("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__)))
+    found.append(Fact("the version of zerostep", __version__))
     return found
 
 
@@ -119,8 +117,8 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__qualname__}"
 
 
-def _digest(records: Sequence[Record]) -> list[int]:
-    found = hashlib.sha256(json.dumps([[record.title, record.value] for record in records]).encode()).digest()
+def _digest(facts: Sequence[Fact]) -> list[int]:
+    found = hashlib.sha256(json.dumps([[record.title, record.value] for record in facts]).encode()).digest()
     return [int.from_bytes(found[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
 
 
@@ -128,12 +126,12 @@ def _exchange(transport: Transport, words: Sequence[int]) -> list[list[int]]:
     return transport.all_gather_ints(words)
 
 
-def _raise_difference(transport: Transport, records: Sequence[Record], remedy: str) -> None:
+def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) -> None:
     """All ranks compare with rank 0, tell where they first differ, and name the earliest place."""
-    first = _first_difference(records, _records_of_rank_0(transport, records))
+    first = _first_difference(facts, _facts_of_rank_0(transport, facts))
     rows = _exchange(transport, [first])
     place = min(row[0] for row in rows if row[0] >= 0)
-    mine = records[place] if place < len(records) else Record("", "nothing")
+    mine = facts[place] if place < len(facts) else Fact("", "nothing")
     titles = _exchange(transport, _words(mine.title))
     values = [_text(words) for words in _exchange(transport, _words(mine.value))]
     title = next(text for text in map(_text, titles) if text)
@@ -148,23 +146,23 @@ def _several(ranks: Sequence[int]) -> str:
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have other things, the first of them"
 
 
-def _records_of_rank_0(transport: Transport, records: Sequence[Record]) -> list[Record]:
-    text = json.dumps([[record.title, record.value] for record in records]).encode()
+def _facts_of_rank_0(transport: Transport, facts: Sequence[Fact]) -> list[Fact]:
+    text = json.dumps([[record.title, record.value] for record in facts]).encode()
     size = _exchange(transport, [len(text)])[0][0]
     found = broadcast_bytes(transport, text if transport.rank == 0 else bytes(size), source=0)
-    return [Record(title, value) for title, value in json.loads(found)]
+    return [Fact(title, value) for title, value in json.loads(found)]
 
 
-def _first_difference(mine: Sequence[Record], theirs: Sequence[Record]) -> int:
+def _first_difference(mine: Sequence[Fact], theirs: Sequence[Fact]) -> int:
     pairs = enumerate(zip_longest(mine, theirs))
     return next((index for index, (here, there) in pairs if here != there), -1)
 
 
-def _story(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _quote(rank: int, text: str) -> Exception:
+def _peer_error(rank: int, text: str) -> Exception:
     kind, _, message = text.partition(": ")
     return _SAME_CLASS.get(kind, RuntimeError)(f"rank {rank} failed, so no rank goes on: {kind}: {message}")
 

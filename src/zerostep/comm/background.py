@@ -10,7 +10,7 @@ from collections.abc import Callable
 from zerostep.comm.transport import Transport, TransportError
 from zerostep.errors import CheckpointError
 
-__all__ = ["PendingSave", "Saves"]
+__all__ = ["BackgroundSaves", "PendingSave"]
 
 logger = logging.getLogger("zerostep")
 
@@ -63,27 +63,27 @@ class PendingSave:
             ) from self.error
 
 
-class Saves:
+class BackgroundSaves:
     """The saves of one optimizer. Two never run at a time, and a failure ends the next step or save of all ranks."""
 
     def __init__(self, everyone: Transport) -> None:
         self._everyone = everyone
-        self._lanes: tuple[Transport, Transport] | None = None
+        self._transports: tuple[Transport, Transport] | None = None
         self._current: PendingSave | None = None
 
     def begin(self, work: Callable[[Transport], None]) -> PendingSave:
         """Start a save in the background. All ranks call it; `work` gets a transport that nobody else uses."""
-        if self._lanes is None:
-            self._lanes = self._everyone.companion(), self._everyone.companion()
-        lane = self._lanes[0]
-        self._current = PendingSave(lambda: work(lane))
+        if self._transports is None:
+            self._transports = self._everyone.companion(), self._everyone.companion()
+        transport = self._transports[0]
+        self._current = PendingSave(lambda: work(transport))
         return self._current
 
-    def look(self) -> None:
+    def raise_if_failed(self) -> None:
         """Before each step, on all ranks: if a save is under way, ask how it stands, and raise if it failed."""
-        if self._current is None or self._lanes is None:
+        if self._current is None or self._transports is None:
             return
-        statuses = [row[0] for row in self._lanes[1].all_gather_ints([self._current.status])]
+        statuses = [row[0] for row in self._transports[1].all_gather_ints([self._current.status])]
         if _FAILED in statuses:
             self.finish()
         elif _UNDER_WAY not in statuses:
@@ -92,13 +92,13 @@ class Saves:
     def finish(self) -> None:
         """Wait for the save under way, if there is one; a failure that not all ranks have heard of, all raise."""
         current, self._current = self._current, None
-        if current is None or self._lanes is None:
+        if current is None or self._transports is None:
             return
         current.join()
         lost = isinstance(current.error, TransportError)
-        rows = self._lanes[1].all_gather_ints([current.error is not None, current.told, lost])
+        rows = self._transports[1].all_gather_ints([current.error is not None, current.told, lost])
         if any(row[2] for row in rows):
-            self._lanes = None  # its sockets are closed; the next save connects anew
+            self._transports = None  # its sockets are closed; the next save connects anew
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed and not all(row[1] for row in rows):
             current.wait()

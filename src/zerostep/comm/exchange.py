@@ -17,12 +17,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import EvenParts, Flight, NullTransport, Transport
+from zerostep.comm.transport import EvenParts, NullTransport, Transfer, Transport
 from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
 
-__all__ = ["Exchange", "Gathering", "HostExchange", "Meeting", "NullExchange", "Reducing", "StreamExchange", "connect"]
+__all__ = [
+    "Exchange",
+    "HostExchange",
+    "NullExchange",
+    "PendingGather",
+    "PendingInts",
+    "PendingReduce",
+    "StreamExchange",
+    "connect",
+]
 
 _TAG_REDUCE = 0x7A70
 _TAG_GATHER = 0x7A71
@@ -31,21 +40,21 @@ _TAG_MEET = 0x7A72
 _MESSAGE_BYTES = 4 << 20
 
 
-class Reducing(Protocol):
+class PendingReduce(Protocol):
     """A bucket of gradients on its way to the owners."""
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """This rank's part of the sum, in memory of its own: in `out`, if that is of use."""
 
 
-class Gathering(Protocol):
+class PendingGather(Protocol):
     """A bucket of parameters on its way to everyone."""
 
     def wait(self) -> None:
         """Return when all parts are in place (on an accelerator: when the current stream will see them so)."""
 
 
-class Meeting(Protocol):
+class PendingInts(Protocol):
     """Words on their way to everyone."""
 
     def wait(self) -> list[list[int]]:
@@ -55,16 +64,16 @@ class Meeting(Protocol):
 class Exchange(Protocol):
     """All ranks make the same calls in the same order."""
 
-    def reduce(self, memory: Tensor, bucket: Bucket) -> Reducing:
+    def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """Start bringing the sum of every part of `memory` to its owner."""
 
-    def gather(self, memory: Tensor, bucket: Bucket) -> Gathering:
+    def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """Start bringing every owner's part of `memory` to all ranks, in place."""
 
-    def meet(self, words: Sequence[int]) -> Meeting:
+    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
         """Start exchanging a few words; all ranks give equally many."""
 
-    def rest(self) -> None:
+    def release_scratch(self) -> None:
         """Nothing is launched for a while: let go of spare memory."""
 
     @property
@@ -90,7 +99,7 @@ def connect(transport: Transport, device: torch.device) -> Exchange:
 
 
 @dataclass(frozen=True)
-class _Here:
+class _ReducedHere:
     """Nothing has to travel."""
 
     memory: Tensor
@@ -101,13 +110,13 @@ class _Here:
 
 
 @dataclass(frozen=True)
-class _Nothing:
+class _GatheredHere:
     def wait(self) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class _Words:
+class _PendingInts:
     read: Callable[[], list[list[int]]]
 
     def wait(self) -> list[list[int]]:
@@ -120,19 +129,19 @@ class NullExchange:
     blocks_host = False
     bytes_sent = bytes_received = 0
 
-    def reduce(self, memory: Tensor, bucket: Bucket) -> Reducing:
+    def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """The memory is the sum."""
-        return _Here(memory[: bucket.size])
+        return _ReducedHere(memory[: bucket.size])
 
-    def gather(self, memory: Tensor, bucket: Bucket) -> Gathering:
+    def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """Everything is here."""
-        return _Nothing()
+        return _GatheredHere()
 
-    def meet(self, words: Sequence[int]) -> Meeting:
+    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
         """This rank's words."""
-        return _Words(lambda: [list(words)])
+        return _PendingInts(lambda: [list(words)])
 
-    def rest(self) -> None:
+    def release_scratch(self) -> None:
         """There is none."""
 
 
@@ -149,113 +158,113 @@ class HostExchange:
         self.bytes_sent = self.bytes_received = 0
         self._scratch = Scratch()
 
-    def reduce(self, memory: Tensor, bucket: Bucket) -> Reducing:
+    def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """Every rank's part to its owner, who sums in the order of the ranks."""
         host = memory.cpu()
         mine = host[bucket.cuts[self._rank] : bucket.cuts[self._rank + 1]]
-        sources = [source for _, source in self._partners()] if mine.numel() else []
-        rooms = {source: self._scratch.take(mine.numel(), mine.dtype) for source in sources}
-        pairs = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, rooms.get(source), source)
-                 for to, source in self._partners()]  # fmt: skip
-        flights = self._swap(pairs, _TAG_REDUCE)
-        return _HostReducing(self._rank, mine, rooms, flights, memory.device, self._scratch)
+        sources = [source for _, source in self._pairs_of_ranks()] if mine.numel() else []
+        buffers = {source: self._scratch.take(mine.numel(), mine.dtype) for source in sources}
+        pairs = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, buffers.get(source), source)
+                 for to, source in self._pairs_of_ranks()]  # fmt: skip
+        transfers = self._start_messages(pairs, _TAG_REDUCE)
+        return _HostPendingReduce(self._rank, mine, buffers, transfers, memory.device, self._scratch)
 
-    def gather(self, memory: Tensor, bucket: Bucket) -> Gathering:
+    def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """Every owner's part to all, straight into place where the memory is the host's."""
         staged = memory.cpu() if memory.device.type != "cpu" else memory
         parts = [staged[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
-        pairs = [(parts[self._rank], to, parts[source], source) for to, source in self._partners()]
-        flights = self._swap(pairs, _TAG_GATHER)
+        pairs = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs_of_ranks()]
+        transfers = self._start_messages(pairs, _TAG_GATHER)
         others = [(bucket.cuts[rank], parts[rank]) for rank in range(self._world) if rank != self._rank]
-        return _HostGathering(flights, memory, [] if staged is memory else others)
+        return _HostPendingGather(transfers, memory, [] if staged is memory else others)
 
-    def meet(self, words: Sequence[int]) -> Meeting:
+    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
         """One small message to and from every rank."""
         rows = {rank: torch.tensor(words, dtype=torch.int64) for rank in range(self._world)}
-        pairs = [(rows[self._rank], to, rows[source], source) for to, source in self._partners()]
-        flights = self._swap(pairs, _TAG_MEET)
+        pairs = [(rows[self._rank], to, rows[source], source) for to, source in self._pairs_of_ranks()]
+        transfers = self._start_messages(pairs, _TAG_MEET)
 
         def read() -> list[list[int]]:
-            for flight in flights.all():
-                flight.wait()
+            for transfer in transfers.all():
+                transfer.wait()
             return [rows[rank].tolist() for rank in range(self._world)]
 
-        return _Words(read)
+        return _PendingInts(read)
 
-    def rest(self) -> None:
+    def release_scratch(self) -> None:
         """Keep what is under way."""
         self._scratch.trim()
 
-    def _partners(self) -> Iterator[tuple[int, int]]:
+    def _pairs_of_ranks(self) -> Iterator[tuple[int, int]]:
         """Whom to send to and whom to receive from: in each round everybody sends once and receives once."""
         for shift in range(1, self._world):
             yield (self._rank + shift) % self._world, (self._rank - shift) % self._world
 
-    def _swap(self, pairs: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Flights:
-        found = _Flights()
-        for outgoing, to, room, source in pairs:
-            for piece in _pieces(room):
-                self.bytes_received += piece.numel() * piece.element_size()
-                found.receives.setdefault(source, []).append(self._transport.start_receive(piece, source, tag))
-            for piece in _pieces(outgoing):
-                found.sends.append(self._transport.start_send(piece, to, tag))
-                self.bytes_sent += piece.numel() * piece.element_size()
+    def _start_messages(self, pairs: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Transfers:
+        found = _Transfers()
+        for outgoing, to, buffer, source in pairs:
+            for message in _messages(buffer):
+                self.bytes_received += message.numel() * message.element_size()
+                found.receives.setdefault(source, []).append(self._transport.start_receive(message, source, tag))
+            for message in _messages(outgoing):
+                found.sends.append(self._transport.start_send(message, to, tag))
+                self.bytes_sent += message.numel() * message.element_size()
         return found
 
 
 @dataclass(frozen=True)
-class _Flights:
-    receives: dict[int, list[Flight]] = field(default_factory=dict)
-    sends: list[Flight] = field(default_factory=list)
+class _Transfers:
+    receives: dict[int, list[Transfer]] = field(default_factory=dict)
+    sends: list[Transfer] = field(default_factory=list)
 
-    def all(self) -> list[Flight]:
-        return [flight for flights in self.receives.values() for flight in flights] + self.sends
+    def all(self) -> list[Transfer]:
+        return [transfer for transfers in self.receives.values() for transfer in transfers] + self.sends
 
 
 @dataclass(frozen=True)
-class _HostReducing:
+class _HostPendingReduce:
     rank: int
     mine: Tensor
-    rooms: dict[int, Tensor]
-    flights: _Flights
+    buffers: dict[int, Tensor]
+    transfers: _Transfers
     device: torch.device
     scratch: Scratch
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         total = torch.empty_like(self.mine) if out is None or out.device.type != "cpu" else out
-        for number, place in enumerate(_pieces(total)):
+        for number, place in enumerate(_messages(total)):
             self._sum(number, place)
-        for flight in self.flights.sends:
-            flight.wait()
-        for room in self.rooms.values():
-            self.scratch.give(room)
+        for transfer in self.transfers.sends:
+            transfer.wait()
+        for buffer in self.buffers.values():
+            self.scratch.give(buffer)
         return total.to(self.device)
 
     def _sum(self, number: int, place: Tensor) -> None:
         """The order is that of the ranks, whoever sums."""
-        parts = [self._part(rank, number) for rank in sorted([self.rank, *self.rooms])]
+        parts = [self._part(rank, number) for rank in sorted([self.rank, *self.buffers])]
         torch.add(parts[0], parts[1], out=place)
         for part in parts[2:]:
             place.add_(part)
 
     def _part(self, rank: int, number: int) -> Tensor:
-        return list(_pieces(self.mine))[number] if rank == self.rank else self.flights.receives[rank][number].wait()
+        return list(_messages(self.mine))[number] if rank == self.rank else self.transfers.receives[rank][number].wait()
 
 
 @dataclass(frozen=True)
-class _HostGathering:
-    flights: _Flights
+class _HostPendingGather:
+    transfers: _Transfers
     memory: Tensor
     staged: Sequence[tuple[int, Tensor]]
 
     def wait(self) -> None:
-        for flight in self.flights.all():
-            flight.wait()
+        for transfer in self.transfers.all():
+            transfer.wait()
         for start, part in self.staged:
             self.memory[start : start + part.numel()].copy_(part)
 
 
-def _pieces(part: Tensor | None) -> Sequence[Tensor]:
+def _messages(part: Tensor | None) -> Sequence[Tensor]:
     """A part as the messages it travels in; lengths alone decide, so both ends cut alike."""
     if part is None or not part.numel():
         return ()
@@ -275,20 +284,20 @@ class StreamExchange:
         self.bytes_sent = self.bytes_received = 0
         self._even: dict[int, tuple[Bucket, int | None]] = {}  # by identity: thousands of cuts are slow to compare
 
-    def reduce(self, memory: Tensor, bucket: Bucket) -> Reducing:
+    def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """A reduce-scatter; memory that was made for it is padded so that all parts are equally long."""
         parts = self._parts(memory, bucket)
         output = torch.empty_like(parts[self._rank])
         self._count(memory)
-        flight = self._transport.start_reduce_scatter(output, parts, memory)
-        return _StreamReducing(flight, memory, bucket.owned(self._rank).length)
+        transfer = self._transport.start_reduce_scatter(output, parts, memory)
+        return _StreamPendingReduce(transfer, memory, bucket.owned(self._rank).length)
 
-    def gather(self, memory: Tensor, bucket: Bucket) -> Gathering:
+    def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """An all-gather in place."""
         self._count(memory)
         return self._transport.start_all_gather(self._parts(memory, bucket), memory)  # type: ignore[return-value]
 
-    def meet(self, words: Sequence[int]) -> Meeting:
+    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
         """One row for every rank; a sum of rows with one rank's words in each is all of them."""
         own = torch.tensor(
             [[0] * len(words)] * self._rank + [list(words)] + [[0] * len(words)] * (self._world - self._rank - 1)
@@ -296,10 +305,10 @@ class StreamExchange:
         device = self._transport.wire_device
         # From pinned memory the copy is a matter between streams; from any other it would stop the host.
         rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
-        flight = self._transport.start_all_reduce(rows)
-        return _Words(lambda: flight.wait().tolist())
+        transfer = self._transport.start_all_reduce(rows)
+        return _PendingInts(lambda: transfer.wait().tolist())
 
-    def rest(self) -> None:
+    def release_scratch(self) -> None:
         """The backend's own."""
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> Sequence[Tensor]:
@@ -317,10 +326,10 @@ class StreamExchange:
 
 
 @dataclass(frozen=True)
-class _StreamReducing:
-    flight: Flight
+class _StreamPendingReduce:
+    transfer: Transfer
     memory: Tensor  # read by the backend until the flight has landed
     length: int
 
     def finish(self, out: Tensor | None = None) -> Tensor:
-        return self.flight.wait()[: self.length]
+        return self.transfer.wait()[: self.length]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerostep.comm.transport import NullTransport, Transport, connect
 
-__all__ = ["Across", "Ranks", "resolve"]
+__all__ = ["Ranks", "ReplicaAllReduce", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Ranks:
     replicas: Transport
     group: dist.ProcessGroup | None
 
-    def across(self, device: torch.device) -> Across:
+    def replica_sum(self, device: torch.device) -> ReplicaAllReduce:
         """How this rank's part of a sum becomes the sum over all replicas; a collective."""
         if isinstance(self.replicas, NullTransport) or self.replicas.stream_ordered(device):
-            return Across(self.replicas, staged=False)
-        return Across(self.replicas.companion(), staged=True)
+            return ReplicaAllReduce(self.replicas, staged=False)
+        return ReplicaAllReduce(self.replicas.companion(), staged=True)
 
 
 @dataclass
-class Across:
+class ReplicaAllReduce:
     """The sum over all replicas. `bytes_moved` counts what a ring would send, and receive."""
 
     transport: Transport

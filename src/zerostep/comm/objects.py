@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm import stream
-from zerostep.comm.agreement import Record, agreed
+from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.codec import Packed, TensorSpec, pack, specs, unpack
 from zerostep.comm.transport import Transport
 
@@ -70,9 +70,9 @@ def broadcast_object(transport: Transport, value: Any, source: int, device: torc
 
 def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -> Packed:
     """A value that cannot travel is an error on every rank, before anything was sent."""
-    with agreed(transport) as statement:
+    with agreed(transport) as agreement:
         packed = pack(make())
-        statement.records = [Record("where the values go", target)]
+        agreement.facts = [Fact("where the values go", target)]
     return packed
 
 

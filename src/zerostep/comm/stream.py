@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import Flight, Transport
+from zerostep.comm.transport import Transfer, Transport
 from zerostep.plan.layout import Span
 from zerostep.tensors import flat_alias
 
 __all__ = [
     "PIECE_BYTES",
-    "Part",
+    "ByteRange",
     "broadcast",
     "broadcast_bytes",
     "pieces",
@@ -35,21 +35,21 @@ _IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ByteRange:
     """A range of bytes of one tensor, given by its place in the list."""
 
     tensor: int
     span: Span
 
 
-def pieces(sizes: Sequence[int], limit: int = PIECE_BYTES) -> Iterator[tuple[Part, ...]]:
+def pieces(sizes: Sequence[int], limit: int = PIECE_BYTES) -> Iterator[tuple[ByteRange, ...]]:
     """Cut tensors of `sizes` bytes, laid end to end, into pieces of at most `limit` bytes."""
-    piece, room = list[Part](), limit
+    piece, room = list[ByteRange](), limit
     for tensor, size in enumerate(sizes):
         start = 0
         while start < size:
             taken = min(room, size - start)
-            piece.append(Part(tensor, Span(start, start + taken)))
+            piece.append(ByteRange(tensor, Span(start, start + taken)))
             start, room = start + taken, room - taken
             if not room:
                 yield tuple(piece)
@@ -61,13 +61,13 @@ def pieces(sizes: Sequence[int], limit: int = PIECE_BYTES) -> Iterator[tuple[Par
 def send(transport: Transport, tensors: Sequence[Tensor], to: int) -> None:
     """Send dense tensors to one rank, which calls `receive`."""
     stage = _Stage(transport, tensors)
-    _fly(stage, lambda memory: transport.start_send(memory, to), fill=True, drain=False)
+    _run_transfers(stage, lambda memory: transport.start_send(memory, to), fill=True, drain=False)
 
 
 def receive(transport: Transport, tensors: Sequence[Tensor], source: int) -> None:
     """Overwrite dense tensors with those that rank `source` sends."""
     stage = _Stage(transport, tensors)
-    _fly(stage, lambda memory: transport.start_receive(memory, source), fill=False, drain=True)
+    _run_transfers(stage, lambda memory: transport.start_receive(memory, source), fill=False, drain=True)
 
 
 def broadcast(transport: Transport, tensors: Sequence[Tensor], source: int) -> None:
@@ -108,10 +108,10 @@ class _Stage:
         self._bytes = [flat_alias(tensor).view(torch.uint8) for tensor in tensors]
         self._spare: list[Tensor] = []
 
-    def pieces(self) -> Iterator[tuple[Part, ...]]:
+    def pieces(self) -> Iterator[tuple[ByteRange, ...]]:
         return pieces([memory.numel() for memory in self._bytes])
 
-    def memory(self, piece: tuple[Part, ...], fill: bool) -> Tensor:
+    def memory(self, piece: tuple[ByteRange, ...], fill: bool) -> Tensor:
         slices = self._slices(piece)
         if self._direct(slices):
             return slices[0]
@@ -120,12 +120,12 @@ class _Stage:
             _copy(slices, self._split(scratch, slices))
         return scratch
 
-    def drain(self, piece: tuple[Part, ...], memory: Tensor) -> None:
+    def drain(self, piece: tuple[ByteRange, ...], memory: Tensor) -> None:
         slices = self._slices(piece)
         if not self._direct(slices):
             _copy(self._split(memory, slices), slices)
 
-    def release(self, piece: tuple[Part, ...], memory: Tensor) -> None:
+    def release(self, piece: tuple[ByteRange, ...], memory: Tensor) -> None:
         """Keep scratch memory for the next piece: allocators find it hard to use large aligned blocks again."""
         if not self._direct(self._slices(piece)):
             self._spare.append(memory)
@@ -135,7 +135,7 @@ class _Stage:
             return self._spare.pop()[:size]
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _slices(self, piece: tuple[Part, ...]) -> list[Tensor]:
+    def _slices(self, piece: tuple[ByteRange, ...]) -> list[Tensor]:
         return [self._bytes[part.tensor][part.span.start : part.span.stop] for part in piece]
 
     def _direct(self, slices: list[Tensor]) -> bool:
@@ -145,21 +145,21 @@ class _Stage:
         return memory.split([part.numel() for part in slices])
 
 
-def _fly(stage: _Stage, start: Callable[[Tensor], Flight], fill: bool, drain: bool) -> None:
-    flying = deque[tuple[tuple[Part, ...], Flight]]()
+def _run_transfers(stage: _Stage, start: Callable[[Tensor], Transfer], fill: bool, drain: bool) -> None:
+    in_flight = deque[tuple[tuple[ByteRange, ...], Transfer]]()
 
     def land() -> None:
-        piece, flight = flying.popleft()
-        memory = flight.wait()
+        piece, transfer = in_flight.popleft()
+        memory = transfer.wait()
         if drain:
             stage.drain(piece, memory)
         stage.release(piece, memory)
 
     for piece in stage.pieces():
-        flying.append((piece, start(stage.memory(piece, fill))))
-        if len(flying) == _IN_FLIGHT:
+        in_flight.append((piece, start(stage.memory(piece, fill))))
+        if len(in_flight) == _IN_FLIGHT:
             land()
-    while flying:
+    while in_flight:
         land()
 
 

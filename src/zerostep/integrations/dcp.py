@@ -17,15 +17,15 @@ from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import gather_object
 from zerostep.errors import CheckpointError
 from zerostep.integrations.dcp_metadata import About, Entry, names_of
-from zerostep.integrations.dcp_tensor import Box, Piece
-from zerostep.optim.view import Subject, subject_of
+from zerostep.integrations.dcp_tensor import Box, DcpTensor
+from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.layout import Span
 from zerostep.state.expected import Expected, expecting
-from zerostep.state.param_state import MASTER, Saved, Share, order_of, shaped
+from zerostep.state.param_state import MASTER, ParamState, SavedState, order_of, shaped
 
 __all__ = ["DcpState", "dcp_state"]
 
-Pieces = dict[str, Piece]
+DcpTensors = dict[str, DcpTensor]
 
 
 def dcp_state(optimizer: Any) -> DcpState:
@@ -41,46 +41,46 @@ class DcpState:
     """An optimizer with the two methods that DCP asks for; both are collective."""
 
     def __init__(self, optimizer: Any) -> None:
-        subject_of(optimizer)
+        view_of(optimizer)
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, for DCP alone: it is read by a save, and stands for what a load reads."""
-        subject = subject_of(self._optimizer)
-        trouble = _trouble(subject)
-        with agreed(subject.everyone):
-            shares, names = {share.param: share for share in subject.shares()}, names_of(subject)
-            sketch = _Sketch(subject, expecting(self._optimizer._recipe), shares, self._optimizer._proves, trouble)
+        view = view_of(self._optimizer)
+        trouble = _trouble(view)
+        with agreed(view.everyone):
+            shares, names = {share.param: share for share in view.shares()}, names_of(view)
+            sketch = _Sketch(view, expecting(self._optimizer.group_optimizer), shares, self._optimizer._proves, trouble)
             state = {names[number]: pieces for number, pieces in sketch.all(names) if pieces}
-        known = gather_object(subject.everyone, lambda: _described(names, shares), 0)
-        with agreed(subject.everyone):
-            text = About.of(subject, _merged(known)).encode()
+        known = gather_object(view.everyone, lambda: _described(names, shares), 0)
+        with agreed(view.everyone):
+            text = About.of(view, _merged(known)).encode()
         # Only rank 0 knows the whole.
-        about = Piece((), torch.uint8, box=Box((), ()) if known else None, value=text, trouble=trouble)
+        about = DcpTensor((), torch.uint8, box=Box((), ()) if known else None, value=text, trouble=trouble)
         return {"about": about, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what DCP has loaded into what `state_dict` gave. An error leaves everything as it was."""
-        subject = subject_of(self._optimizer)
-        subject.saves.finish()
-        with agreed(subject.everyone):
+        view = view_of(self._optimizer)
+        view.saves.finish()
+        with agreed(view.everyone):
             about = About.decode(_text(state_dict))
-            names = names_of(subject)
-            _check(about, subject, names)
-            saved = dict(_saved(about, subject, names, state_dict["state"]))
+            names = names_of(view)
+            _check(about, view, names)
+            saved = dict(_saved(about, view, names, state_dict["state"]))
             chosen = [dict(group) for group in about.options]
-            commit = subject.restore(saved, about.others, chosen, about.step)
-        with agreed(subject.everyone):
+            commit = view.restore(saved, about.others, chosen, about.step)
+        with agreed(view.everyone):
             commit()
 
 
 # ---------------------------------------------------------------------- what a rank shows
 
 
-def _trouble(subject: Subject) -> str | None:
+def _trouble(view: OptimizerView) -> str | None:
     """Why the state must not be saved; it may still be replaced."""
     try:
-        subject.settle()
+        view.settle()
     except Exception as error:
         return str(error)
     return None
@@ -93,47 +93,50 @@ class _Sketch:
     Where `whole` is true, a load reads the state of all parameters whole.
     """
 
-    subject: Subject
+    view: OptimizerView
     expected: Callable[[Any], Expected]
-    shares: Mapping[int, Share]
+    shares: Mapping[int, ParamState]
     whole: bool
     trouble: str | None
 
-    def all(self, numbers: Mapping[int, str]) -> Iterator[tuple[int, Pieces]]:
+    def all(self, numbers: Mapping[int, str]) -> Iterator[tuple[int, DcpTensors]]:
         """The pieces of each parameter that has a part here, by its number."""
-        parts = {each.param: each.part for each in self.subject.layout.fragments(self.subject.rank)}
+        parts = {each.param: each.part for each in self.view.layout.fragments(self.view.rank)}
         for number in numbers:
             if number in parts or self.whole:
                 yield number, self._pieces(number, parts.get(number))
 
-    def _pieces(self, number: int, part: Span | None) -> Pieces:
-        expected = self.expected(self.subject.layout.params[number])
+    def _pieces(self, number: int, part: Span | None) -> DcpTensors:
+        expected = self.expected(self.view.layout.params[number])
         share = self.shares.get(number)
-        like = {**expected.like, **({} if share is None else {key: flat.dtype for key, flat in share.like.items()})}
-        rest = {**expected.rest, **({} if share is None else _tensors(share.rest))}
+        like = {
+            **expected.per_element,
+            **({} if share is None else {key: flat.dtype for key, flat in share.per_element.items()}),
+        }
+        rest = {**expected.shared, **({} if share is None else _tensors(share.shared))}
         found = {key: self._like(number, key, dtype, part) for key, dtype in like.items()}
         return found | {key: self._rest(number, key, *kind, part) for key, kind in rest.items() if key not in like}
 
-    def _like(self, number: int, key: str, dtype: torch.dtype, part: Span | None) -> Piece:
-        numel = self.subject.layout.params[number].numel
+    def _like(self, number: int, key: str, dtype: torch.dtype, part: Span | None) -> DcpTensor:
+        numel = self.view.layout.params[number].numel
         whole = Span(0, numel)
-        return Piece(
+        return DcpTensor(
             (numel,),
             dtype,
-            box=None if part is None or not self.subject.writes else _box(part),
+            box=None if part is None or not self.view.writes else _box(part),
             wanted=_box(whole if self.whole or part is None else part),
-            source=self.shares[number].like.get(key) if number in self.shares else None,
+            source=self.shares[number].per_element.get(key) if number in self.shares else None,
             trouble=self.trouble,
-            memory=self.subject.params[number].device,
+            memory=self.view.params[number].device,
         )
 
-    def _rest(self, number: int, key: str, shape: tuple[int, ...], dtype: torch.dtype, part: Span | None) -> Piece:
-        source = self.shares[number].rest.get(key) if number in self.shares else None
+    def _rest(self, number: int, key: str, shape: tuple[int, ...], dtype: torch.dtype, part: Span | None) -> DcpTensor:
+        source = self.shares[number].shared.get(key) if number in self.shares else None
         box = Box((0,) * len(shape), shape)
-        return Piece(
+        return DcpTensor(
             shape,
             dtype,
-            box=None if part is None or not self.subject.writes else box,
+            box=None if part is None or not self.view.writes else box,
             wanted=box,
             source=None if source is None else source.detach().contiguous(),
             trouble=self.trouble,
@@ -149,13 +152,13 @@ def _tensors(rest: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.
     return {key: (tuple(value.shape), value.dtype) for key, value in rest.items() if isinstance(value, Tensor)}
 
 
-def _described(names: Mapping[int, str], shares: Mapping[int, Share]) -> dict[str, Any]:
+def _described(names: Mapping[int, str], shares: Mapping[int, ParamState]) -> dict[str, Any]:
     """What this rank knows of the state, for rank 0 to write down."""
     found = {}
     for number, share in shares.items():
-        tensors = [key for key, value in share.rest.items() if isinstance(value, Tensor)]
-        values = {key: value for key, value in share.rest.items() if key not in tensors}
-        found[names[number]] = [list(share.like), tensors, values]
+        tensors = [key for key, value in share.shared.items() if isinstance(value, Tensor)]
+        values = {key: value for key, value in share.shared.items() if key not in tensors}
+        found[names[number]] = [list(share.per_element), tensors, values]
     return found
 
 
@@ -178,14 +181,14 @@ class _Loaded:
 
     def names(self) -> list[str]:
         """The names of all its pieces; not of masters where there are none now."""
-        like = [key for key in self._entry.like if key != MASTER or key in self._pieces]
-        return [*like, *self._entry.rest, *self._entry.values]
+        like = [key for key in self._entry.per_element if key != MASTER or key in self._pieces]
+        return [*like, *self._entry.shared, *self._entry.values]
 
-    def is_like(self, key: str) -> bool:
+    def is_per_element(self, key: str) -> bool:
         """Whether a piece has one number for each element."""
-        return key in self._entry.like
+        return key in self._entry.per_element
 
-    def stretch(self, key: str, part: Span) -> Tensor:
+    def elements(self, key: str, part: Span) -> Tensor:
         """Some elements of a piece that is like the parameter."""
         piece = self._pieces[key]
         inside = part.shift(-piece.wanted.offsets[0])
@@ -195,15 +198,15 @@ class _Loaded:
         """A piece as an unsharded optimizer has it."""
         if key in self._entry.values:
             return self._entry.values[key]
-        if key in self._entry.rest:
+        if key in self._entry.shared:
             return self._pieces[key].loaded
-        return shaped(self.stretch(key, Span(0, self._param.numel())), self._param)
+        return shaped(self.elements(key, Span(0, self._param.numel())), self._param)
 
     def check(self, shown: bool) -> None:
         """`CheckpointError` if a piece was saved that this rank needs and did not know of."""
-        for key in (*self._entry.like, *self._entry.rest):
+        for key in (*self._entry.per_element, *self._entry.shared):
             piece = self._pieces.get(key)
-            if shown and key != MASTER and not (isinstance(piece, Piece) and piece.loaded is not None):
+            if shown and key != MASTER and not (isinstance(piece, DcpTensor) and piece.loaded is not None):
                 raise CheckpointError(
                     f"the checkpoint has state {key!r} of parameter {self._name!r}, which this optimizer would not "
                     "have after its first step: build it with the options that it was saved with, or take one step "
@@ -222,20 +225,20 @@ def _text(state_dict: Mapping[str, Any]) -> str:
 
 
 def _saved(
-    about: About, subject: Subject, names: Mapping[int, str], shown: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[int, Saved]]:
-    owned = {fragment.param for fragment in subject.layout.fragments(subject.rank)}
+    about: About, view: OptimizerView, names: Mapping[int, str], shown: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[int, SavedState]]:
+    owned = {fragment.param for fragment in view.layout.fragments(view.rank)}
     for number, name in names.items():
         if name in about.state:
-            found = _Loaded(name, about.state[name], shown.get(name, {}), subject.params[number])
+            found = _Loaded(name, about.state[name], shown.get(name, {}), view.params[number])
             found.check(number in owned or name in shown)
             yield number, found
 
 
-def _check(about: About, subject: Subject, names: Mapping[int, str]) -> None:
-    if tuple(subject.kinds) != about.kinds:
+def _check(about: About, view: OptimizerView, names: Mapping[int, str]) -> None:
+    if tuple(view.kinds) != about.kinds:
         raise CheckpointError(
-            f"the groups were optimized by {', '.join(about.kinds)}, and are now by {', '.join(subject.kinds)}: "
+            f"the groups were optimized by {', '.join(about.kinds)}, and are now by {', '.join(view.kinds)}: "
             "build the same optimizer, with the same groups"
         )
     different = set(about.params) ^ set(names.values())
@@ -245,15 +248,15 @@ def _check(about: About, subject: Subject, names: Mapping[int, str]) -> None:
             "with names if it had names"
         )
     for number, name in names.items():
-        _check_param(name, about, subject, number)
+        _check_param(name, about, view, number)
 
 
-def _check_param(name: str, about: About, subject: Subject, number: int) -> None:
-    spec, (shape, group, order) = subject.layout.params[number], about.params[name]
+def _check_param(name: str, about: About, view: OptimizerView, number: int) -> None:
+    spec, (shape, group, order) = view.layout.params[number], about.params[name]
     for what, now, then in (
         ("shape", spec.shape, shape),
         ("group", spec.group, group),
-        ("order of dimensions in memory", order_of(subject.params[number]), order),
+        ("order of dimensions in memory", order_of(view.params[number]), order),
     ):
         if now != then:
             raise CheckpointError(

@@ -11,7 +11,7 @@ from zerostep.checkpoint.load import bare_names
 from zerostep.checkpoint.manifest import put_small, take_small
 from zerostep.comm.codec import decode, encode
 from zerostep.errors import MALFORMED, CheckpointError
-from zerostep.optim.view import Subject
+from zerostep.optim.view import OptimizerView
 from zerostep.plan.groups import Group, options
 from zerostep.state.param_state import order_of
 from zerostep.version import __version__
@@ -26,8 +26,8 @@ _NOT_OPTIONS = ("optimizer_class",)
 class Entry:
     """The state of one parameter: names of what is like it, names of other tensors, and all other values."""
 
-    like: tuple[str, ...]
-    rest: tuple[str, ...]
+    per_element: tuple[str, ...]
+    shared: tuple[str, ...]
     values: Mapping[str, Any]
 
 
@@ -43,19 +43,21 @@ class About:
     others: Mapping[str, Any]
 
     @staticmethod
-    def of(subject: Subject, state: Mapping[str, Entry]) -> About:
+    def of(view: OptimizerView, state: Mapping[str, Entry]) -> About:
         """The optimizer now, with what all ranks have of its state."""
-        chosen = [{k: v for k, v in options(group).items() if k not in _NOT_OPTIONS} for group in subject.groups]
-        specs = subject.layout.params
+        chosen = [{k: v for k, v in options(group).items() if k not in _NOT_OPTIONS} for group in view.groups]
+        specs = view.layout.params
         params = {
-            name: (specs[number].shape, specs[number].group, order_of(subject.params[number]))
-            for number, name in names_of(subject).items()
+            name: (specs[number].shape, specs[number].group, order_of(view.params[number]))
+            for number, name in names_of(view).items()
         }
-        return About(subject.step, tuple(subject.kinds), tuple(chosen), params, state, subject.others())
+        return About(view.step, tuple(view.kinds), tuple(chosen), params, state, view.others())
 
     def encode(self) -> str:
         """As text."""
-        state = {name: [list(each.like), list(each.rest), dict(each.values)] for name, each in self.state.items()}
+        state = {
+            name: [list(each.per_element), list(each.shared), dict(each.values)] for name, each in self.state.items()
+        }
         found = {
             "step": self.step,
             "kinds": list(self.kinds),
@@ -103,9 +105,9 @@ def _about(found: Mapping[str, Any]) -> About:
     )
 
 
-def names_of(subject: Subject) -> dict[int, str]:
+def names_of(view: OptimizerView) -> dict[int, str]:
     """The name of each parameter, by number, without the prefixes of wrappers; once for one that is listed twice."""
     first: dict[int, int] = {}
-    for number, param in enumerate(subject.params):
+    for number, param in enumerate(view.params):
         first.setdefault(id(param), number)
-    return bare_names(subject.layout.params, list(first.values()))
+    return bare_names(view.layout.params, list(first.values()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["Box", "Piece"]
+__all__ = ["Box", "DcpTensor"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Box:
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
 
-class Piece(Tensor):
+class DcpTensor(Tensor):
     """Looks like the whole tensor and has no memory of its own; it only answers DCP's questions.
 
     A save writes `source`, which lies at `box`, or if there is none the plain `value`. A load fills new memory,
@@ -54,10 +54,10 @@ class Piece(Tensor):
         value: Any = None,
         trouble: str | None = None,
         memory: torch.device | None = None,
-    ) -> Piece:
+    ) -> DcpTensor:
         """`box` is `None` on a rank that writes nothing, `wanted` on one that reads nothing."""
         host = torch.device("cpu")
-        made: Piece = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=host)
+        made: DcpTensor = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=host)
         made.box, made.wanted, made.source, made.value = box, wanted, source, value
         made.trouble, made.loaded, made.memory = trouble, None, memory or host
         return made

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import Parcel, Piece
+from zerostep.comm.transport import BucketMemory, Message
 from zerostep.plan.layout import Bucket, Layout, Slot
 from zerostep.tensors import flat_alias, is_dense
 
-__all__ = ["FlatParcel", "InPlace", "Packed", "ScatteredParcel", "make_parcels"]
+__all__ = ["FlatBucket", "InPlaceMessage", "PackedMessage", "ScatteredBucket", "make_bucket_memories"]
 
 # From how many bytes on a parameter travels alone, and how many bytes small ones are packed into, at most. On an
 # accelerator a copy is cheap and a launch is dear.
@@ -26,72 +26,76 @@ _HOST_LIMITS = (512 << 10, 2 << 20)
 _ACCELERATOR_LIMITS = (16 << 20, 64 << 20)
 
 
-def make_parcels(
-    layout: Layout, params: Sequence[Tensor], as_views: bool, previous: Sequence[Parcel] = ()
-) -> list[Parcel]:
+def make_bucket_memories(
+    layout: Layout, params: Sequence[Tensor], as_views: bool, previous: Sequence[BucketMemory] = ()
+) -> list[BucketMemory]:
     """One parcel for each bucket that has something to send; parcels of `previous` that still fit are kept."""
-    kept = {parcel.bucket: parcel for parcel in previous if isinstance(parcel, FlatParcel) and parcel.holds(params)}
+    kept = {
+        bucket_memory.bucket: bucket_memory
+        for bucket_memory in previous
+        if isinstance(bucket_memory, FlatBucket) and bucket_memory.holds(params)
+    }
     buckets = [bucket for bucket in layout.buckets if bucket.trainable and bucket.size]
     if not as_views:
-        return [ScatteredParcel(bucket, params) for bucket in buckets]
-    parcels = [kept[bucket] if bucket in kept else FlatParcel(bucket, params) for bucket in buckets]
-    for parcel in previous:
-        if isinstance(parcel, FlatParcel) and parcel not in parcels:
-            parcel.release()
-    return list(parcels)
+        return [ScatteredBucket(bucket, params) for bucket in buckets]
+    bucket_memories = [kept[bucket] if bucket in kept else FlatBucket(bucket, params) for bucket in buckets]
+    for bucket_memory in previous:
+        if isinstance(bucket_memory, FlatBucket) and bucket_memory not in bucket_memories:
+            bucket_memory.release()
+    return list(bucket_memories)
 
 
 @dataclass(frozen=True)
-class InPlace:
+class InPlaceMessage:
     """A piece that is sent from and received into its own memory."""
 
     memory: Tensor
 
-    def load(self) -> Tensor:
+    def pack(self) -> Tensor:
         """The memory itself."""
         return self.memory
 
-    def room(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """The memory itself."""
         return self.memory
 
-    def store(self, memory: Tensor) -> None:
+    def unpack(self, memory: Tensor) -> None:
         """It is there already."""
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMessage:
     """A piece made of several parameters, which pass through scratch memory."""
 
     parts: tuple[Tensor, ...]
 
-    def load(self) -> Tensor:
+    def pack(self) -> Tensor:
         """A packed copy."""
-        memory = self.room()
+        memory = self.buffer()
         torch._foreach_copy_(self._views(memory), self.parts)
         return memory
 
-    def room(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """Scratch memory for all parts."""
         return self.parts[0].new_empty(sum(part.numel() for part in self.parts))
 
-    def store(self, memory: Tensor) -> None:
+    def unpack(self, memory: Tensor) -> None:
         """Unpack."""
         torch._foreach_copy_(self.parts, self._views(memory))
 
     def _views(self, memory: Tensor) -> list[Tensor]:
-        pieces = zip(memory.split([part.numel() for part in self.parts]), self.parts, strict=True)
-        return [piece if part.dim() == 1 else piece.view(part.shape) for piece, part in pieces]
+        messages = zip(memory.split([part.numel() for part in self.parts]), self.parts, strict=True)
+        return [message if part.dim() == 1 else message.view(part.shape) for message, part in messages]
 
 
-class ScatteredParcel:
+class ScatteredBucket:
     """The parts of a bucket whose parameters stay where they are."""
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         self._params = [params[slot.param] for slot in bucket.slots]
         self._owners = [bucket.ranks_of(slot)[0] for slot in bucket.slots]
         self._pointers: list[int] = []
-        self._pieces: dict[int, list[Piece]] = {}
+        self._messages: dict[int, list[Message]] = {}
         self.attach()
 
     def attach(self) -> None:
@@ -102,42 +106,42 @@ class ScatteredParcel:
             by_owner: dict[int, list[Tensor]] = {}
             for param, owner in zip(self._params, self._owners, strict=True):
                 by_owner.setdefault(owner, []).append(param)
-            self._pieces = {owner: _cut(members) for owner, members in by_owner.items()}
+            self._messages = {owner: _cut(members) for owner, members in by_owner.items()}
 
     @property
     def device(self) -> torch.device:
         """Where the bucket lies."""
         return self._params[0].device
 
-    def pieces(self, owner: int) -> Sequence[Piece]:
+    def messages(self, owner: int) -> Sequence[Message]:
         """The parameters of `owner`: large ones by themselves, small ones packed."""
-        return self._pieces.get(owner, ())
+        return self._messages.get(owner, ())
 
 
-def _cut(params: Sequence[Tensor]) -> list[Piece]:
+def _cut(params: Sequence[Tensor]) -> list[Message]:
     """Pieces of one owner's parameters. Sizes alone decide, so all ranks cut alike."""
     alone, most = _HOST_LIMITS if params[0].device.type == "cpu" else _ACCELERATOR_LIMITS
-    pieces, pack, room = list[Piece](), list[Tensor](), most
+    messages, pack, buffer = list[Message](), list[Tensor](), most
     for param in params:
         size = param.numel() * param.element_size()
         if size >= alone:
-            pieces.append(_piece([param]))
+            messages.append(_message([param]))
         elif size:
-            if size > room:
-                pieces.append(_piece(pack))
-                pack, room = [], most
+            if size > buffer:
+                messages.append(_message(pack))
+                pack, buffer = [], most
             pack.append(param)
-            room -= size
-    return [*pieces, _piece(pack)] if pack else pieces
+            buffer -= size
+    return [*messages, _message(pack)] if pack else messages
 
 
-def _piece(params: Sequence[Tensor]) -> Piece:
+def _message(params: Sequence[Tensor]) -> Message:
     # In logical order: the memory formats of different ranks need not agree.
     parts = tuple(flat_alias(param) if param.is_contiguous() else param.detach() for param in params)
-    return InPlace(parts[0]) if len(parts) == 1 and params[0].is_contiguous() else Packed(parts)
+    return InPlaceMessage(parts[0]) if len(parts) == 1 and params[0].is_contiguous() else PackedMessage(parts)
 
 
-class FlatParcel:
+class FlatBucket:
     """The parts of a bucket whose parameters are views of one flat tensor, each with the strides it had."""
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], size: int | None = None) -> None:
@@ -156,7 +160,7 @@ class FlatParcel:
         view.copy_(param.detach())
         param.data = view
 
-    def strays(self) -> list[Tensor]:
+    def rebound_params(self) -> list[Tensor]:
         """The parameters whose `.data` was bound to other memory."""
         pairs = zip(self._params, self._pointers, strict=True)
         return [param for param, pointer in pairs if param.data_ptr() != pointer]
@@ -191,7 +195,7 @@ class FlatParcel:
         """Where the bucket lies."""
         return self._flat.device
 
-    def pieces(self, owner: int) -> Sequence[Piece]:
+    def messages(self, owner: int) -> Sequence[Message]:
         """The slice of `owner`, sent and received in place."""
         owned = self.bucket.owned(owner)
-        return [InPlace(self._flat[owned.start : owned.stop])] if owned.length else []
+        return [InPlaceMessage(self._flat[owned.start : owned.stop])] if owned.length else []

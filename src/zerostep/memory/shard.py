@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zerostep.memory.bucket_memory import FlatParcel
+from zerostep.memory.bucket_memory import FlatBucket
 from zerostep.memory.leaf import Leaf, cut_leaves, split
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Layout
@@ -23,7 +23,7 @@ class Shard:
         self, layout: Layout, rank: int, bucket: int, params: Sequence[Tensor], master_dtype: torch.dtype | None
     ) -> None:
         where = layout.buckets[bucket]
-        self._parcel = FlatParcel(where, params, padded_size(where))
+        self._flat_bucket = FlatBucket(where, params, padded_size(where))
         self._owned = where.owned(rank)
         self._params = [params[slot.param] for slot in where.slots]
         self._names = [layout.params[slot.param].name for slot in where.slots]
@@ -37,7 +37,7 @@ class Shard:
     @property
     def memory(self) -> Tensor:
         """The flat tensor of all parameters, padded."""
-        return self._parcel.memory
+        return self._flat_bucket.memory
 
     @property
     def owned(self) -> Tensor:
@@ -46,12 +46,12 @@ class Shard:
 
     def follow(self) -> None:
         """Take back parameters whose `.data` was bound to other memory, and masters of parameters that were set."""
-        strays = self._parcel.strays()
-        for param in strays:
+        rebound_params = self._flat_bucket.rebound_params()
+        for param in rebound_params:
             self._check(param)
-        if strays:
-            self._parcel.attach()
-        if self.master is not None and (strays or self._versions != self._count_versions()):
+        if rebound_params:
+            self._flat_bucket.attach()
+        if self.master is not None and (rebound_params or self._versions != self._count_versions()):
             # Only what somebody has set: elsewhere the master knows more than the parameter.
             changed = self.master.to(self.owned.dtype) != self.owned
             self.master[changed] = self.owned[changed].to(self.master.dtype)
@@ -85,7 +85,7 @@ class Shard:
 
     def release(self) -> None:
         """Give private memory back to the parameters."""
-        self._parcel.release()
+        self._flat_bucket.release()
 
     def _count_versions(self) -> list[int]:
         return [param._version for param in self._params]

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from zerostep.optim.dcp_guard import ADVICE, refuse_dcp
 from zerostep.state.state_dict import StateDict
 
-__all__ = ["DividedOptimizer"]
+__all__ = ["PartitionedOptimizer"]
 
 
-class DividedOptimizer(Optimizer, Joinable):
+class PartitionedOptimizer(Optimizer, Joinable):
     """State dicts in `torch.optim`'s own format, with their hooks, of an optimizer that has a part on every rank."""
 
     rank: int

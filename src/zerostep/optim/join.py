@@ -30,39 +30,39 @@ from zerostep.comm.codec import pack
 from zerostep.comm.objects import receive_object, send_object
 from zerostep.comm.transport import Transport
 from zerostep.plan.groups import Group, copy_options, options
-from zerostep.step.grad_snapshot import GradientMarks
+from zerostep.step.grad_snapshot import GradSnapshot
 
 if TYPE_CHECKING:
     from zerostep.optim.zero import ZeroRedundancyOptimizer
 
-__all__ = ["ShadowHook", "UnevenInputs", "gradients", "on_device", "portable"]
+__all__ = ["ZeroJoin", "ZeroJoinHook", "gradients", "on_device", "portable"]
 
 _LIVE, _JOINED, _JOINED_WITH_GRADIENTS, _LEFT = 0, 1, 2, 3
 
 
-class UnevenInputs:
+class ZeroJoin:
     """What one optimizer needs inside a join context."""
 
     def __init__(self, transport: Transport, owned: Callable[[int], Sequence[Tensor]], groups: list[Group]) -> None:
         self.companion = transport.companion()
         self._owned, self._groups = owned, groups
-        self._marks = GradientMarks()
+        self._snapshot = GradSnapshot()
         self.enter()
 
     def enter(self) -> None:
         """A new context begins."""
         self.someone_joined = False
         self.follows_ddp = False
-        self.mark_gradients()
+        self.snapshot_gradients()
 
-    def mark_gradients(self) -> None:
+    def snapshot_gradients(self) -> None:
         """Remember the gradients of this rank's shard, so as to notice when somebody sets others."""
-        self._marks.set(self._shard())
+        self._snapshot.take(self._shard())
 
     def gradients_were_set(self) -> bool:
         """Whether an earlier join hook has put gradients into this rank's shard for this iteration."""
         # DDP's shadow may write into gradients that view its buckets: those are not meant for this rank's step.
-        return not self.follows_ddp and bool(self._marks.new_in(self._shard()))
+        return not self.follows_ddp and bool(self._snapshot.new_in(self._shard()))
 
     def lend(self) -> None:
         """A live rank's word, and its gradients where a joined rank needs them."""
@@ -104,10 +104,10 @@ class UnevenInputs:
         return {"gradients": found, "options": [portable(options(group)) for group in self._groups]}
 
 
-class ShadowHook(JoinHook):
+class ZeroJoinHook(JoinHook):
     """The optimizer's part in torch's `Join` on a rank that has run out of inputs."""
 
-    def __init__(self, zero: ZeroRedundancyOptimizer, uneven: UnevenInputs) -> None:
+    def __init__(self, zero: ZeroRedundancyOptimizer, uneven: ZeroJoin) -> None:
         self._zero, self._uneven = zero, uneven
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")
         self._shadows: list[Future[None]] = []
@@ -145,7 +145,7 @@ class ShadowHook(JoinHook):
             if stepping:
                 self._zero._shadow_step()
         self._over = not stepping
-        self._uneven.mark_gradients()
+        self._uneven.snapshot_gradients()
 
     def _leave(self) -> None:
         # Exactly one last word from every rank: its oldest shadow that nobody answered, or this one.

@@ -17,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.comm.transport import TransportError
 from zerostep.optim.zero import ZeroRedundancyOptimizer
-from zerostep.step.bucket_runner import Lane, StreamLane, ThreadLane
+from zerostep.step.bucket_runner import BucketRunner, StreamRunner, ThreadRunner
 from zerostep.step.ddp_hook import after_backward, never_raising
-from zerostep.step.overlap_pipeline import Arrival
-from zerostep.step.overlap_state import InsideBackward
+from zerostep.step.overlap_pipeline import ArrivedBucket
+from zerostep.step.overlap_state import OverlapState
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
 Future = torch.futures.Future
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
-Reduction = tuple[Arrival, Future[Tensor]]
+Reduction = tuple[ArrivedBucket, Future[Tensor]]
 
 
 def hook_with_zero_step(
@@ -76,7 +76,7 @@ class _Overlap:
     """What one DDP module and one optimizer share."""
 
     def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
-        self._inside = _checked(ddp, zero)
+        self._state = _checked(ddp, zero)
         device = zero.join_device
         self._zero = zero
         self._control = zero._transport.companion()
@@ -84,15 +84,15 @@ class _Overlap:
         # In stream order one group is enough, and two are not safe. Where hosts wait, a group of our own lets our
         # messages run beside DDP's.
         self._transport = zero._transport if ordered else self._control
-        self._lane: Lane = StreamLane(device) if ordered else ThreadLane(device)
+        self._runner: BucketRunner = StreamRunner(device) if ordered else ThreadRunner(device)
         self._ddp = ref(ddp)
         self._refusal: Exception | None = None
         ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
-        self._inside.refuse_edited_gradients()
+        self._state.refuse_edited_gradients()
         if torch.is_grad_enabled():
-            self._inside.refuse_changed_parameters(self._zero._owners)
+            self._state.refuse_changed_parameters(self._zero._owners)
 
     def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
         """Start the reduction of a bucket with the wrapped hook."""
@@ -100,15 +100,15 @@ class _Overlap:
             self._refusal = self._begin()
         if self._refusal is not None:
             raise self._refusal
-        arrival = self._inside.pipeline.arrive(bucket, self._is_used if self._may_be_unused() else None)
+        arrival = self._state.pipeline.arrive(bucket, self._is_used if self._may_be_unused() else None)
         return arrival, never_raising(lambda: hook(state, bucket))
 
     def _begin(self) -> Exception | None:
         """What speaks against this iteration, with all its buckets."""
         try:
             self._zero._check_usable()
-            self._zero._saves.look()
-            self._inside.begin(self._zero._owners)
+            self._zero._saves.raise_if_failed()
+            self._state.begin(self._zero._owners)
         except Exception as error:
             return error
         return None
@@ -123,7 +123,7 @@ class _Overlap:
         if torch._C._current_graph_task_id() != -1:
             return param.grad is not None
         # The shadow pass of a joined rank, outside of backward: for DDP, such a rank goes on using what was used last.
-        return self._inside.pipeline.was_used(param)
+        return self._state.pipeline.was_used(param)
 
     def pass_on(self, reduction: Reduction) -> Future[Tensor]:
         """The gradients of a bucket, for DDP; if their reduction fails, the last bucket tells."""
@@ -134,15 +134,15 @@ class _Overlap:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
         last = reductions[-1][0].is_last
         if last:
-            after_backward(lambda: self._inside.marks.set(self._inside.leaf_of))
-        return self._lane.run(lambda: self._process(reductions))
+            after_backward(lambda: self._state.snapshot.take(self._state.leaf_of))
+        return self._runner.run(lambda: self._process(reductions))
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
         self._zero._check_usable()
         for arrival, future in reductions:
             reduced = _outcome(future)
             try:
-                self._inside.pipeline.process(arrival, reduced, self._transport, self._control)
+                self._state.pipeline.process(arrival, reduced, self._transport, self._control)
             except TransportError as error:
                 self._zero._break(f"the exchange of bucket {arrival.index} failed: {error}", error)
             if arrival.is_last:
@@ -159,12 +159,12 @@ def _outcome(future: Future[Tensor]) -> Tensor | Exception:
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
-def _gradients(arrival: Arrival, reduced: Tensor | Exception) -> Tensor:
+def _gradients(arrival: ArrivedBucket, reduced: Tensor | Exception) -> Tensor:
     return arrival.buffer if isinstance(reduced, Exception) else reduced
 
 
-def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> InsideBackward:
-    if zero._inside is None:
+def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> OverlapState:
+    if zero._overlap_state is None:
         raise ValueError(
             "the optimizer was built for steps of its own: construct it with overlap_with_ddp=True to use it in a hook"
         )
@@ -173,4 +173,4 @@ def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Ins
         raise ValueError(
             f"the optimizer spans ranks {ours}, the DDP module ranks {theirs}: give both the same process group"
         )
-    return zero._inside
+    return zero._overlap_state

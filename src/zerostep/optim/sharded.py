@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zerostep.comm import stream
-from zerostep.comm.agreement import Record, agreed, records_of
-from zerostep.comm.background import Saves
+from zerostep.comm.agreement import Fact, agreed, facts_of
+from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import Ranks, resolve
 from zerostep.comm.objects import gather_object
-from zerostep.optim.base import DividedOptimizer
+from zerostep.optim.base import PartitionedOptimizer
 from zerostep.optim.dcp_guard import refuse_dcp
-from zerostep.optim.sharded_join import Events, Shadow
-from zerostep.optim.view import Subject
+from zerostep.optim.sharded_join import JoinProtocol, ShardedJoinHook
+from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
 from zerostep.plan.groups import (
     Group,
@@ -41,19 +41,19 @@ from zerostep.plan.groups import (
     own_options,
     refuse_sparse,
 )
-from zerostep.plan.layout_planner import Blueprint, Settings, in_order
-from zerostep.state.expected import Recipe
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.state.expected import GroupOptimizer
 from zerostep.state.fragments import assemble, ready_to_travel
 from zerostep.state.leaf_state import LeafStates
-from zerostep.state.param_state import Saved, WholeState
+from zerostep.state.param_state import DictState, SavedState
 from zerostep.state.restore import validate
 from zerostep.state.state_dict import StateDict, pack_groups
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
-from zerostep.step.grad_sources import Autograd, Ddp, Nobody, Watch
+from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.reference import Witness
-from zerostep.step.stats import Clock, Stats
+from zerostep.step.reference import ReferenceOptimizer
+from zerostep.step.stats import PhaseTimer, Stats
 from zerostep.tensors import is_dense
 
 __all__ = ["ShardedOptimizer"]
@@ -64,7 +64,7 @@ _PROVED_STEPS = 10
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
 
-class ShardedOptimizer(DividedOptimizer):
+class ShardedOptimizer(PartitionedOptimizer):
     """An optimizer whose gradients and state are divided among the ranks of a process group.
 
     Arguments:
@@ -116,42 +116,44 @@ class ShardedOptimizer(DividedOptimizer):
         self._model, self._ddp = _unwrapped(model)
         settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
         order = in_order(self._model.parameters())
-        self._blueprint = Blueprint(optimizer_class, defaults, settings, order)
-        self._clock, self._steps = Clock(), 0
+        self._planner = LayoutPlanner(optimizer_class, defaults, settings, order)
+        self._timer, self._steps = PhaseTimer(), 0
         self._broken: str | None = None
         self._all_state_dicts = []
-        self._events: Events | None = None
+        self._join: JoinProtocol | None = None
         self._contexts = 0
         self._has_state = False
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks: Ranks = resolve(wanted, _first_device(self._model))
-        self._saves = Saves(self._ranks.everyone)
+        self._saves = BackgroundSaves(self._ranks.everyone)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
-        with agreed(self._ranks.everyone) as statement:
+        with agreed(self._ranks.everyone) as agreement:
             self._build(params)
-            statement.records = [*self._records(), Record("verify", repr(verify))]
+            agreement.facts = [*self._facts(), Fact("verify", repr(verify))]
         self._start()
         if verify:
             steps = _PROVED_STEPS if verify is True else verify
             specs = self._layout.params
-            self._running.witness = Witness(self._blueprint, self.param_groups, specs, self._ranks.everyone, steps)
+            self._running.reference = ReferenceOptimizer(
+                self._planner, self.param_groups, specs, self._ranks.everyone, steps
+            )
 
     # ------------------------------------------------------------------ construction
 
     def _build(self, params: Any) -> None:
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
-        self._blueprint.settings.check()
+        self._planner.settings.check()
         given = normalise(list(self._model.named_parameters()) if params is None else params)
         Joinable.__init__(self)
         self._not_joining = self._join_config
-        Optimizer.__init__(self, [self._blueprint.complete(group) for group in given], {})
+        Optimizer.__init__(self, [self._planner.complete(group) for group in given], {})
         self._check_params()
-        self._layout = self._blueprint.plan(self.param_groups, self.world_size)
+        self._layout = self._planner.plan(self.param_groups, self.world_size)
 
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
-        if self._ddp is None or self._blueprint.settings.reduction == "all":
+        if self._ddp is None or self._planner.settings.reduction == "all":
             return
         known = set(map(id, self._all_params))
         trained = [(name, param) for name, param in self._model.named_parameters() if param.requires_grad]
@@ -162,30 +164,30 @@ class ShardedOptimizer(DividedOptimizer):
                 'gradient: pass all trainable parameters, freeze it, or use reduction="all"'
             )
 
-    def _records(self) -> list[Record]:
-        common = self._blueprint.common
-        classes = [getattr(class_of(group, common), "__qualname__", "another") for group in self.param_groups]
+    def _facts(self) -> list[Fact]:
+        default = self._planner.default_class
+        classes = [getattr(class_of(group, default), "__qualname__", "another") for group in self.param_groups]
         wrapped = "wrapped in DDP" if self._ddp is not None else "bare"
         return [
-            *records_of(self.param_groups, self._layout.params, common, with_strides=True),
-            Record("the optimizer classes of the groups", ", ".join(classes)),
-            Record("the settings", f"{self._blueprint.settings}, {wrapped}"),
-            Record("the layout", self._layout.digest()),
+            *facts_of(self.param_groups, self._layout.params, default, with_strides=True),
+            Fact("the optimizer classes of the groups", ", ".join(classes)),
+            Fact("the settings", f"{self._planner.settings}, {wrapped}"),
+            Fact("the layout", self._layout.digest()),
         ]
 
     def _start(self) -> None:
         """All ranks agree: take over the parameters."""
-        settings, params = self._blueprint.settings, self._all_params
+        settings, params = self._planner.settings, self._all_params
         reduces = self._ddp is None or settings.reduction == "scatter"
         if self._ddp is None:
             self._broadcast()
-        self._engine = Engine(self._ranks, self._layout, params, settings, reduces, self._clock)
+        self._engine = Engine(self._ranks, self._layout, params, settings, reduces, self._timer)
         members = self._bind_trainable()
-        self._inners = InnerOptimizers(self.param_groups, members, self._blueprint.common, self._blueprint.defaults)
+        self._inners = InnerOptimizers(self.param_groups, members, self._planner.default_class, self._planner.defaults)
         self._states = LeafStates(self._engine, self._inners)
         self.defaults = self._inners.defaults
-        self._watch: Watch = self._make_watch(self._engine, reduces)
-        self._watch.extend(params)
+        self._grad_source: GradSource = self._make_grad_source(self._engine, reduces)
+        self._grad_source.extend(params)
         self._forward_hooks = self._make_forward_hooks() if settings.gather == "forward" else None
 
     def _broadcast(self) -> None:
@@ -213,15 +215,15 @@ class ShardedOptimizer(DividedOptimizer):
                     found[leaf.group].append(leaf.tensor)
         return found
 
-    def _make_watch(self, engine: Engine, reduces: bool) -> Watch:
+    def _make_grad_source(self, engine: Engine, reduces: bool) -> GradSource:
         if self._ddp is None:
-            return Autograd(engine)
-        return Ddp(self._ddp, engine) if reduces else Nobody()
+            return AutogradSource(engine)
+        return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
         engine = self._running
         buckets = {param: engine.layout.place_of(index)[0] for index, param in enumerate(engine.params)}
-        return ForwardHooks(self._model, buckets, engine.gathers.wait)
+        return ForwardHooks(self._model, buckets, engine.pending_gathers.wait)
 
     @property
     def _running(self) -> Engine:
@@ -239,12 +241,12 @@ class ShardedOptimizer(DividedOptimizer):
             return
         before = len(self.param_groups), self._layout
         try:
-            with agreed(self._ranks.everyone) as statement:
+            with agreed(self._ranks.everyone) as agreement:
                 self._append(param_group)
                 # What is under way is of buckets that all ranks have: with a further one, passes would not match.
-                passes = self._running.reduction.rounds + bool(self._running.reduction.open)
-                record = Record("the number of backward passes since the last step", str(passes))
-                statement.records, statement.remedy = [record, *self._records()], _ADDING
+                passes = self._running.reduction.passes + bool(self._running.reduction.open)
+                record = Fact("the number of backward passes since the last step", str(passes))
+                agreement.facts, agreement.remedy = [record, *self._facts()], _ADDING
         except Exception:
             del self.param_groups[before[0] :]
             self._layout = before[1]
@@ -255,14 +257,14 @@ class ShardedOptimizer(DividedOptimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
         number, count = len(self.param_groups), len(self._all_params)
-        complete = self._blueprint.complete(normalise([param_group])[0])
+        complete = self._planner.complete(normalise([param_group])[0])
         defaults, self.defaults = self.defaults, {}  # the group is complete; another class's options are not for it
         try:
             super().add_param_group(complete)
         finally:
             self.defaults = defaults
         self._check_params()
-        further = self._blueprint.plan(self.param_groups[-1:], self.world_size, number, count)
+        further = self._planner.plan(self.param_groups[-1:], self.world_size, number, count)
         self._layout = extend(self._layout, further)
 
     def _take_over_last(self) -> None:
@@ -275,9 +277,9 @@ class ShardedOptimizer(DividedOptimizer):
         self._inners.add(self.param_groups[-1], mine)
         for group, leaves in enumerate(others):
             self._inners.extend(group, leaves)
-        self._watch.extend(params)
-        if engine.witness is not None:
-            engine.witness.add(self.param_groups[-1], self._layout.params)
+        self._grad_source.extend(params)
+        if engine.reference is not None:
+            engine.reference.add(self.param_groups[-1], self._layout.params)
         if self._forward_hooks is not None:
             self._forward_hooks.remove()
             self._forward_hooks = self._make_forward_hooks()
@@ -293,53 +295,53 @@ class ShardedOptimizer(DividedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._events is not None and self._join_config.enable:
+        if self._join is not None and self._join_config.enable:
             self._check_order()
-            self._events.step()
+            self._join.step()
         self._step()
         return loss
 
     def _step(self) -> None:
         self._check_usable()
-        self._saves.look()
+        self._saves.raise_if_failed()
         self._follow()
         with self._running.lock, self._failing_together():
-            self._running.settle()
-            self._testify()
+            self._running.end_passes()
+            self._step_reference()
             self._running.update(self._inners)
-            self._running.hear()
+            self._running.wait_used_mask()
             # In a join context DDP reads all parameters at the end, whoever is still waiting for them.
-            if self._blueprint.settings.gather == "step" or self._join_config.enable:
-                self._hear_verdict()
+            if self._planner.settings.gather == "step" or self._join_config.enable:
+                self._raise_if_peer_failed()
                 self.synchronize()
         self._inners.pull(self.param_groups)
         self._steps += 1
         self._has_state = True
         self._compare()
 
-    def _testify(self) -> None:
+    def _step_reference(self) -> None:
         """In proof mode, let the unsharded optimizer step with the same sums."""
         engine = self._running
-        if engine.witness is not None:
-            engine.witness.step(self.param_groups, engine.params, engine.whole_gradients())
+        if engine.reference is not None:
+            engine.reference.step(self.param_groups, engine.params, engine.whole_gradients())
 
     def _compare(self) -> None:
-        witness = self._running.witness
-        if witness is not None:
+        reference = self._running.reference
+        if reference is not None:
             self.synchronize()
-            witness.compare(self._running.params)
-            if witness.done:
-                self._running.witness = None
+            reference.compare(self._running.params)
+            if reference.done:
+                self._running.reference = None
 
     def _follow(self) -> None:
         """Notice what the user did to the parameters since the last step."""
         engine = self._running
         self.synchronize()
-        self._hear_verdict()
+        self._raise_if_peer_failed()
         engine.follow()
         for group, leaves in enumerate(self._bind_trainable()):
             self._inners.extend(group, leaves)
-        self._watch.extend(engine.params)
+        self._grad_source.extend(engine.params)
         self._inners.push(self.param_groups)
 
     @contextmanager
@@ -351,7 +353,7 @@ class ShardedOptimizer(DividedOptimizer):
             self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {error}"
             raise
 
-    def _hear_verdict(self) -> None:
+    def _raise_if_peer_failed(self) -> None:
         """An error in one rank's update ends the step of all, where hosts wait for each other anyway."""
         failed = self._running.failed()
         if failed:
@@ -361,11 +363,11 @@ class ShardedOptimizer(DividedOptimizer):
 
     def synchronize(self) -> None:
         """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
-        self._running.gathers.wait()
+        self._running.pending_gathers.wait()
 
     def _check_usable(self) -> None:
-        if self._engine is not None and self._engine.trouble is not None:
-            self._broken = self._broken or f"a backward pass failed on rank {self.rank}: {self._engine.trouble}"
+        if self._engine is not None and self._engine.failure is not None:
+            self._broken = self._broken or f"a backward pass failed on rank {self.rank}: {self._engine.failure}"
         if self._broken is not None:
             raise RuntimeError(
                 f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
@@ -377,13 +379,13 @@ class ShardedOptimizer(DividedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were reduced too."""
         engine = self._running
-        if set_to_none or self._blueprint.settings.reduction == "all":
-            engine.forget_all()
+        if set_to_none or self._planner.settings.reduction == "all":
+            engine.drop_all()
             super().zero_grad(set_to_none)
         else:
             if engine.joining():
                 raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")
-            engine.edits.clear()
+            engine.grad_ops.clear()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
@@ -414,15 +416,15 @@ class ShardedOptimizer(DividedOptimizer):
         return self._as_norm(self._announced_clip(float(max_norm), norm_type))
 
     def _announced_clip(self, max_norm: float, norm_type: float) -> float:
-        if self._events is not None and self._join_config.enable:
-            self._events.clip(max_norm, float(norm_type))
+        if self._join is not None and self._join_config.enable:
+            self._join.clip(max_norm, float(norm_type))
         return self._clip(max_norm, float(norm_type))
 
     def _clip(self, max_norm: float, norm_type: float) -> float:
         """The norm of all gradients, which are scaled to `max_norm` unless that is infinite."""
-        total = self._running.edits.total_norm(norm_type)
+        total = self._running.grad_ops.total_norm(norm_type)
         if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
-            self._running.edits.scale(factor)
+            self._running.grad_ops.scale(factor)
         return total
 
     def _as_norm(self, value: float) -> Tensor:
@@ -460,19 +462,19 @@ class ShardedOptimizer(DividedOptimizer):
         chosen = [options(dict(group)) for group in state_dict["param_groups"]]
         self._running.recover()
         params = self._running.params
-        self._states.load({number: WholeState(entry, params[number]) for number, entry in saved.items()}, chosen)
+        self._states.load({number: DictState(entry, params[number]) for number, entry in saved.items()}, chosen)
         self._loaded(saved, chosen)
 
     def _loaded(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
         """All state and options are new."""
-        if self._running.witness is not None:
-            self._running.witness.load(saved, chosen)
+        if self._running.reference is not None:
+            self._running.reference.load(saved, chosen)
         self._inners.pull(self.param_groups)
         self._has_state, self._all_state_dicts, self._broken = bool(saved), [], None
 
-    def _checkpoint_subject(self) -> Subject:
+    def optimizer_view(self) -> OptimizerView:
         self._refuse_joining()
-        return Subject(
+        return OptimizerView(
             everyone=self._ranks.everyone,
             rank=self.rank,
             writes=self._ranks.replicas.rank == 0,
@@ -489,32 +491,32 @@ class ShardedOptimizer(DividedOptimizer):
             spoil=self._spoil,
         )
 
-    def _recipe(self, group: int) -> Recipe:
+    def group_optimizer(self, group: int) -> GroupOptimizer:
         """How the state of a group's parameters comes about."""
-        blueprint, found = self._blueprint, self.param_groups[group]
-        kind = class_of(found, blueprint.common)
-        defaults = blueprint.defaults if kind is blueprint.common else {}
-        return Recipe(kind, defaults, own_options(found), blueprint.settings.master_dtype)
+        planner, found = self._planner, self.param_groups[group]
+        kind = class_of(found, planner.default_class)
+        defaults = planner.defaults if kind is planner.default_class else {}
+        return GroupOptimizer(kind, defaults, own_options(found), planner.settings.master_dtype)
 
     @property
     def _proves(self) -> bool:
         """Whether an unsharded optimizer runs beside this one, and needs all state."""
-        return self._running.witness is not None
+        return self._running.reference is not None
 
     def _settle(self) -> None:
         self._check_usable()
         self.synchronize()
-        self._hear_verdict()
+        self._raise_if_peer_failed()
 
     def _restore(
-        self, saved: Mapping[int, Saved], others: Mapping[str, Any], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
         replace_state = self._states.prepare(saved, options, fresh=True)
 
         def commit() -> None:
             self._running.recover()
             replace_state()
-            proved = saved if self._running.witness is not None else {}
+            proved = saved if self._running.reference is not None else {}
             whole = {number: {key: found.whole(key) for key in found.names()} for number, found in proved.items()}
             self._loaded(whole, options)
             self._has_state, self._steps = bool(saved), step
@@ -533,14 +535,14 @@ class ShardedOptimizer(DividedOptimizer):
 
         A module in DDP is listed before the optimizer: `Join([ddp, optimizer])`. A bare module is not listed.
         """
-        if self._events is None:
-            self._events = Events(self, self._ranks.everyone)
+        if self._join is None:
+            self._join = JoinProtocol(self, self._ranks.everyone)
         if self._ddp is None:
-            self._running.on_backward = self._events.backward
+            self._running.on_backward = self._join.backward
         of = ref(self)
         self._running.joining = lambda: (found := of()) is not None and found._join_config.enable
         self._contexts += 1
-        return Shadow(self, self._events, self._contexts)
+        return ShardedJoinHook(self, self._join, self._contexts)
 
     def _check_order(self) -> None:
         if self._ddp is not None and self._join_config.is_first_joinable:
@@ -553,9 +555,9 @@ class ShardedOptimizer(DividedOptimizer):
 
     def _leave_join_context(self, number: int) -> None:
         """Go on alone, unless a later context has begun."""
-        if number == self._contexts and self._events is not None:
+        if number == self._contexts and self._join is not None:
             self._stop_announcing()
-            self._events.end()
+            self._join.end()
             self._join_config = self._not_joining
 
     def _shadow_backward(self, fresh: bool) -> None:
@@ -565,14 +567,14 @@ class ShardedOptimizer(DividedOptimizer):
         with self._running.lock:
             self._step()
             # The live ranks drop their gradients before the next pass; of a bare module's, there is a word about it.
-            if self._ddp is not None or self._blueprint.settings.reduction == "all":
-                self._running.forget_all()
-        if self._ddp is None and self._blueprint.settings.reduction == "all":
+            if self._ddp is not None or self._planner.settings.reduction == "all":
+                self._running.drop_all()
+        if self._ddp is None and self._planner.settings.reduction == "all":
             super().zero_grad()
 
     def _whole_gradients_of(self, rank: int) -> list[Tensor]:
         """The parameters whose whole gradients `rank` steps with, where a joined rank cannot have them by itself."""
-        if self._ddp is None or self._blueprint.settings.reduction == "scatter":
+        if self._ddp is None or self._planner.settings.reduction == "scatter":
             return []
         shard_rank = rank % self.world_size
         return [self._running.params[fragment.param] for fragment in self._layout.fragments(shard_rank)]
@@ -594,7 +596,7 @@ class ShardedOptimizer(DividedOptimizer):
             imbalance=max(loads) * self.world_size / max(1, sum(loads)),
             bytes_sent=sent,
             bytes_received=received,
-            wait_seconds=dict(self._clock.waited),
+            wait_seconds=dict(self._timer.waited),
         )
 
 

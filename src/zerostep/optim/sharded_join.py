@@ -28,14 +28,14 @@ from zerostep.plan.groups import copy_options, options
 if TYPE_CHECKING:
     from zerostep.optim.sharded import ShardedOptimizer
 
-__all__ = ["Event", "Events", "Shadow"]
+__all__ = ["JoinEvent", "JoinProtocol", "ShardedJoinHook"]
 
 BACKWARD, STEP, CLIP, JOINED, LEFT = range(5)
 _LIVE = (BACKWARD, STEP, CLIP)
 
 
 @dataclass(frozen=True)
-class Event:
+class JoinEvent:
     """What the live ranks are about to do, with up to two numbers that belong to it.
 
     `rounds` is how many backward passes the sums that it is about are from.
@@ -44,20 +44,20 @@ class Event:
     kind: int
     first: float = 0.0
     second: float = 0.0
-    rounds: int = 0
+    passes: int = 0
 
     def words(self) -> list[int]:
         """As it travels."""
-        return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second)), self.rounds]
+        return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second)), self.passes]
 
     @staticmethod
-    def read(words: Sequence[int]) -> Event:
+    def read(words: Sequence[int]) -> JoinEvent:
         """From what has travelled."""
         first, second = unpack("<dd", pack("<qq", *words[1:3]))
-        return Event(words[0], first, second, words[3])
+        return JoinEvent(words[0], first, second, words[3])
 
 
-class Events:
+class JoinProtocol:
     """The words that go ahead of what the live ranks do."""
 
     def __init__(self, optimizer: ShardedOptimizer, transport: Transport) -> None:
@@ -76,17 +76,17 @@ class Events:
         if not self._optimizer._join_config.enable:
             return
         self._announce()
-        self._meet(Event(BACKWARD, float(fresh)))
+        self._meet(JoinEvent(BACKWARD, float(fresh)))
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """A live rank is about to find the norm of all gradients, and to clip them."""
         self._announce()
-        self._meet(Event(CLIP, max_norm, norm_type, self._rounds))
+        self._meet(JoinEvent(CLIP, max_norm, norm_type, self._passes))
 
     def step(self) -> None:
         """A live rank is about to step: the lowest one lends what the joined ones lack."""
         self._announce()
-        kinds = [event.kind for event in self._meet(Event(STEP, rounds=self._rounds))]
+        kinds = [event.kind for event in self._meet(JoinEvent(STEP, passes=self._passes))]
         self._announced = False
         if self._transport.rank == kinds.index(STEP):
             for rank, kind in enumerate(kinds):
@@ -97,9 +97,9 @@ class Events:
         """A context is over; the next one wants announcements of its own."""
         self._announced = False
 
-    def answer(self) -> Event | None:
+    def answer(self) -> JoinEvent | None:
         """A joined rank's word; the event that it belongs to, or `None` if no live rank is left."""
-        events = self._meet(Event(JOINED))
+        events = self._meet(JoinEvent(JOINED))
         rank = next((rank for rank, event in enumerate(events) if event.kind in _LIVE), None)
         if rank is None:
             return None
@@ -109,7 +109,7 @@ class Events:
 
     def leave(self) -> None:
         """The word of a rank that waits for nobody any more."""
-        self._meet(Event(LEFT))
+        self._meet(JoinEvent(LEFT))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -120,8 +120,8 @@ class Events:
             yield
 
     @property
-    def _rounds(self) -> int:
-        return self._optimizer._running.reduction.rounds
+    def _passes(self) -> int:
+        return self._optimizer._running.reduction.passes
 
     def _announce(self) -> None:
         """Torch wants one announcement for each iteration, from whoever stands first."""
@@ -132,8 +132,8 @@ class Events:
                 raise InterruptedPassError(str(error)) from error
             self._announced = True
 
-    def _meet(self, event: Event) -> list[Event]:
-        return [Event.read(row) for row in self._transport.all_gather_ints(event.words())]
+    def _meet(self, event: JoinEvent) -> list[JoinEvent]:
+        return [JoinEvent.read(row) for row in self._transport.all_gather_ints(event.words())]
 
     def _needed(self, rank: int) -> list[Tensor]:
         return self._optimizer._whole_gradients_of(rank)
@@ -146,11 +146,11 @@ class Events:
         }
 
 
-class Shadow(JoinHook):
+class ShardedJoinHook(JoinHook):
     """The optimizer's part in torch's `Join` on a rank that has run out of inputs."""
 
-    def __init__(self, optimizer: ShardedOptimizer, events: Events, context: int) -> None:
-        self._optimizer, self._events, self._context = optimizer, events, context
+    def __init__(self, optimizer: ShardedOptimizer, events: JoinProtocol, context: int) -> None:
+        self._optimizer, self._join, self._context = optimizer, events, context
         # A context that an exception has ended calls none of its hooks, but it lets go of them.
         finalize(self, _leave, ref(optimizer), context)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")
@@ -178,29 +178,29 @@ class Shadow(JoinHook):
 
     def _shadow(self) -> None:
         while not self._over:
-            event = self._events.answer()
+            event = self._join.answer()
             self._over = event is None
             if event is not None:
                 self._do(event)
                 if event.kind == STEP:
                     return
 
-    def _do(self, event: Event) -> None:
+    def _do(self, event: JoinEvent) -> None:
         # DDP's own shadow, which brings the zeros of this rank, runs in another thread.
-        self._optimizer._running.await_rounds(event.rounds)
+        self._optimizer._running.await_passes(event.passes)
         with on_device(self._optimizer.join_device):
             if event.kind == BACKWARD:
                 self._optimizer._shadow_backward(fresh=bool(event.first))
             elif event.kind == CLIP:
                 self._optimizer._clip(event.first, event.second)
             else:
-                with self._events.borrowed():
+                with self._join.borrowed():
                     self._optimizer._shadow_step()
 
     def _leave(self) -> None:
         # Exactly one last word from every rank: its oldest shadow that nobody answered, or this one.
         if not self._over:
-            self._events.leave()
+            self._join.leave()
 
     def _raise_errors(self) -> None:
         shadows, self._shadows = self._shadows, [shadow for shadow in self._shadows if not shadow.done()]

@@ -8,26 +8,26 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zerostep.comm.background import Saves
+from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.transport import Transport
 from zerostep.plan.groups import Group
 from zerostep.plan.layout import Layout
-from zerostep.state.param_state import Saved, Share
+from zerostep.state.param_state import ParamState, SavedState
 
-__all__ = ["Restore", "Subject", "subject_of"]
+__all__ = ["OptimizerView", "Restore", "view_of"]
 
 
 class Restore(Protocol):
     """Reads all that this rank needs of what was saved, by number; what it returns then replaces state and options."""
 
     def __call__(
-        self, saved: Mapping[int, Saved], others: Mapping[str, Any], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
         """Read; the returned callable replaces."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class OptimizerView:
     """An optimizer as a checkpoint sees it.
 
     `rank` is one of the layout's; where there are replicas, several ranks of `everyone` have it, and one of them
@@ -43,9 +43,9 @@ class Subject:
     groups: Sequence[Group]
     kinds: Sequence[str]
     step: int
-    saves: Saves
+    saves: BackgroundSaves
     settle: Callable[[], None]
-    shares: Callable[[], Iterable[Share]]
+    shares: Callable[[], Iterable[ParamState]]
     others: Callable[[], Mapping[str, Any]]
     restore: Restore
     spoil: Callable[[str], None]
@@ -56,7 +56,7 @@ class Subject:
         return all("param_names" in group for group in self.groups)
 
 
-def subject_of(optimizer: Any) -> Subject:
+def view_of(optimizer: Any) -> OptimizerView:
     """The optimizer's own answer; `TypeError` for one that is not ours."""
     found = getattr(optimizer, "_checkpoint_subject", None)
     if found is None:
@@ -64,5 +64,5 @@ def subject_of(optimizer: Any) -> Subject:
             f"a {type(optimizer).__name__} has no shards to save or load: pass a zerostep.ShardedOptimizer or a "
             "zerostep.ZeroRedundancyOptimizer, not a wrapper around it"
         )
-    subject: Subject = found()
-    return subject
+    view: OptimizerView = found()
+    return view

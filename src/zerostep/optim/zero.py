@@ -21,26 +21,26 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from zerostep.comm.agreement import agreed, records_of
-from zerostep.comm.background import Saves
+from zerostep.comm.agreement import agreed, facts_of
+from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
-from zerostep.comm.transport import Parcel, Transport, connect
+from zerostep.comm.transport import BucketMemory, Transport, connect
 from zerostep.errors import CheckpointError
-from zerostep.memory.bucket_memory import make_parcels
-from zerostep.optim.base import DividedOptimizer
+from zerostep.memory.bucket_memory import make_bucket_memories
+from zerostep.optim.base import PartitionedOptimizer
 from zerostep.optim.dcp_guard import refuse_dcp
-from zerostep.optim.join import ShadowHook, UnevenInputs
-from zerostep.optim.view import Subject
+from zerostep.optim.join import ZeroJoin, ZeroJoinHook
+from zerostep.optim.view import OptimizerView
 from zerostep.plan.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.plan.layout import Span
 from zerostep.plan.ownership import Ownership
-from zerostep.state.expected import Recipe
-from zerostep.state.param_state import MASTER, Saved, Share, flat_like
+from zerostep.state.expected import GroupOptimizer
+from zerostep.state.param_state import MASTER, ParamState, SavedState, flat_per_element
 from zerostep.state.restore import local_part, validate
 from zerostep.state.state_dict import StateDict, collect, local_shard, merge
 from zerostep.step.inner_optimizers import commit
 from zerostep.step.overlap_pipeline import GradientCallback
-from zerostep.step.overlap_state import InsideBackward
+from zerostep.step.overlap_state import OverlapState
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -49,7 +49,7 @@ logger = logging.getLogger("zerostep")
 _UPDATED, _FAILED = 0, 1
 
 
-class ZeroRedundancyOptimizer(DividedOptimizer):
+class ZeroRedundancyOptimizer(PartitionedOptimizer):
     """An optimizer whose state is divided among the ranks of a process group, a whole parameter to each owner.
 
     Arguments:
@@ -79,7 +79,7 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
     ) -> None:
         groups, problem = _attempt(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
-        self._saves = Saves(self._transport)
+        self._saves = BackgroundSaves(self._transport)
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.world_size, self.rank = self._transport.world_size, self._transport.rank
@@ -90,17 +90,17 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         self._all_state_dicts = []
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
-        self._parcels: list[Parcel] = []
-        self._inside = InsideBackward() if overlap_with_ddp else None
-        self._uneven: UnevenInputs | None = None
-        self._shadow_hook: ShadowHook | None = None
+        self._bucket_memories: list[BucketMemory] = []
+        self._overlap_state = OverlapState() if overlap_with_ddp else None
+        self._uneven: ZeroJoin | None = None
+        self._shadow_hook: ZeroJoinHook | None = None
         self._steps, self._has_state = 0, False
         self._broken: str | None = None
-        with agreed(self._transport) as statement:
+        with agreed(self._transport) as agreement:
             if problem is not None:
                 raise problem
             self._build(groups, optimizer_class, defaults)
-            statement.records = self._records()
+            agreement.facts = self._facts()
         self._prepare_memory()
         self.initialized = True
 
@@ -131,7 +131,7 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         inner = self.__dict__.get("optim")
         if inner is None:
             return {}
-        return inner.state if self._inside is None else self._inside.state(inner)
+        return inner.state if self._overlap_state is None else self._overlap_state.state(inner)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -172,12 +172,12 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
     def _inner_groups(self) -> list[Group]:
         """This rank's share of every group, as the inner optimizer holds it."""
         groups = self._owners.share(self.rank)
-        return groups if self._inside is None else self._inside.leaves(groups)
+        return groups if self._overlap_state is None else self._overlap_state.leaves(groups)
 
     @property
     def _inner_index(self) -> dict[Tensor, int]:
         """Global index by the tensors that the inner optimizer holds."""
-        leaf_of = {} if self._inside is None else self._inside.leaf_of
+        leaf_of = {} if self._overlap_state is None else self._overlap_state.leaf_of
         return {leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
 
     # ------------------------------------------------------------------ one step
@@ -189,8 +189,8 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         untouched. Returns what that returns.
         """
         self._check_usable()
-        if self._inside is not None:
-            return self._inside.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
+        if self._overlap_state is not None:
+            return self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
         joining = self._uneven if self._join_config.enable else None
         if joining is not None:
             # First the closure: in it, a DDP module may take over the announcement of this iteration.
@@ -199,11 +199,11 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
             joining.lend()
         loss = self._step_and_sync(closure, kwargs)
         if joining is not None:
-            joining.mark_gradients()
+            joining.snapshot_gradients()
         return loss
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
-        self._saves.look()
+        self._saves.raise_if_failed()
         self._follow_parameters()
         with self._failing_together(closure):
             loss = self._local_step(closure, **kwargs)
@@ -232,7 +232,7 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
     def _gather(self, status: int) -> list[int]:
         try:
             with record_function("zerostep/gather"):
-                return self._active_transport.gather(self._parcels, status, self._owners.fingerprint)
+                return self._active_transport.gather(self._bucket_memories, status, self._owners.fingerprint)
         except Exception as error:
             self._break(f"the exchange of parameters failed: {error}", error)
 
@@ -245,7 +245,7 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         except Exception as error:
             # A closure may fail on one rank alone, while the others wait inside theirs: nobody would come to meet.
             in_closure = _came_through(closure, error)
-            if not in_closure and self._active_transport.meets_on_host(self._parcels):
+            if not in_closure and self._active_transport.meets_on_host(self._bucket_memories):
                 logger.error("the local update failed on rank %d: %s", self.rank, error)
                 self._gather(_FAILED)
             if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:
@@ -268,11 +268,11 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
 
     def _prepare_memory(self) -> None:
         owners = self._prepared = self._owners
-        if self._inside is not None:
-            self._inside.prepare(self.optim, self.param_groups, owners)
+        if self._overlap_state is not None:
+            self._overlap_state.prepare(self.optim, self.param_groups, owners)
         else:
             as_views = self.parameters_as_bucket_view
-            self._parcels = make_parcels(owners.layout, owners.params, as_views, self._parcels)
+            self._bucket_memories = make_bucket_memories(owners.layout, owners.params, as_views, self._bucket_memories)
 
     def _follow_parameters(self) -> None:
         """Notice what the user did to the parameters since the last step."""
@@ -293,9 +293,9 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
             return
         before = len(self.param_groups)
         try:
-            with agreed(self._transport) as statement:
+            with agreed(self._transport) as agreement:
                 self._append_group(param_group)
-                statement.records = self._records()
+                agreement.facts = self._facts()
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
@@ -311,9 +311,9 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         self.optim.add_param_group(self._inner_groups()[-1])
         copy_options(self.optim.param_groups, self.param_groups)
 
-    def _records(self) -> list[Any]:
+    def _facts(self) -> list[Any]:
         specs = self._owners.layout.params
-        return records_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
+        return facts_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
 
     @staticmethod
     def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:
@@ -327,9 +327,9 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         It is called once for each bucket of DDP, with the parameters that this rank owns in it, e.g. to clip values.
         The gradients are copies: `.grad` stays what DDP reduced.
         """
-        if self._inside is None:
+        if self._overlap_state is None:
             raise ValueError("a gradient callback needs overlap_with_ddp=True; without it, edit .grad before step()")
-        self._inside.callback = callback
+        self._overlap_state.callback = callback
 
     def _end_step_inside_backward(self) -> None:
         self._steps += 1
@@ -370,9 +370,9 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
         self._has_state = bool(state_dict["state"])
 
-    def _checkpoint_subject(self) -> Subject:
+    def optimizer_view(self) -> OptimizerView:
         self._refuse_joining()
-        return Subject(
+        return OptimizerView(
             everyone=self._transport,
             rank=self.rank,
             writes=True,
@@ -396,22 +396,22 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
 
     _proves = False
 
-    def _recipe(self, group: int) -> Recipe:
+    def group_optimizer(self, group: int) -> GroupOptimizer:
         """How the state of a group's parameters comes about."""
-        return Recipe(self._optimizer_class, self._class_options, options(self.param_groups[group]), None)
+        return GroupOptimizer(self._optimizer_class, self._class_options, options(self.param_groups[group]), None)
 
-    def _shares(self) -> Iterator[Share]:
+    def _shares(self) -> Iterator[ParamState]:
         numbers = self._param_to_index
         for param, entry in self.state.items():
             if isinstance(param, Tensor) and entry:
                 if MASTER in entry:
                     raise CheckpointError(f"the optimizer keeps a state of its own under the reserved name {MASTER!r}")
-                like = flat_like(entry, param)
+                like = flat_per_element(entry, param)
                 rest = {key: value for key, value in entry.items() if key not in like}
-                yield Share(numbers[param], Span(0, param.numel()), like, rest)
+                yield ParamState(numbers[param], Span(0, param.numel()), like, rest)
 
     def _restore(
-        self, saved: Mapping[int, Saved], others: Mapping[str, Any], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
         numbers = self._inner_index
         members = [[numbers[param] for param in group["params"]] for group in self.optim.param_groups]
@@ -441,13 +441,13 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
-        if self._inside is not None:
+        if self._overlap_state is not None:
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._uneven is None:
-            self._uneven = UnevenInputs(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
+            self._uneven = ZeroJoin(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
         self._uneven.enter()
         # Kept: after a context that was left by an error, a rank that saw no forward pass in it still has to hand over.
-        self._shadow_hook = ShadowHook(self, self._uneven)
+        self._shadow_hook = ZeroJoinHook(self, self._uneven)
         return self._shadow_hook
 
     @property
@@ -466,11 +466,11 @@ class ZeroRedundancyOptimizer(DividedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, not only of those that this rank owns."""
-        if self._inside is not None:
-            self._inside.refuse_edited_gradients()
+        if self._overlap_state is not None:
+            self._overlap_state.refuse_edited_gradients()
         super().zero_grad(set_to_none)
         if self._uneven is not None and self._join_config.enable:
-            self._uneven.mark_gradients()
+            self._uneven.snapshot_gradients()
 
 
 def _broadcast_object(

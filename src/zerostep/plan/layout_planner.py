@@ -17,7 +17,7 @@ from zerostep.plan.groups import Group, OptimizerClass, all_params, class_of, ow
 from zerostep.plan.layout import Layout, ParamSpec
 from zerostep.plan.probe import is_elementwise, is_separable
 
-__all__ = ["Blueprint", "Settings", "in_order"]
+__all__ = ["LayoutPlanner", "Settings", "in_order"]
 
 # How many buckets of at least and at most how many bytes, as measured: few and small on the host, where messages are
 # slow; more and larger ones on an accelerator, where launches are.
@@ -60,13 +60,13 @@ def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class LayoutPlanner:
     """The optimizer class that groups have if they name no other, its options, the settings, and the model's order.
 
     Groups divide parameters by what is done to them; backward comes by the place of each in the model.
     """
 
-    common: OptimizerClass
+    default_class: OptimizerClass
     defaults: Mapping[str, Any]
     settings: Settings
     order: Mapping[Tensor, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Blueprint:
     def complete(self, group: Group) -> Group:
         """A group with the options that its class completes, from an optimizer that is thrown away."""
         found = Optimizer([group], {}).param_groups[0]
-        kind = class_of(found, self.common)
+        kind = class_of(found, self.default_class)
         if not callable(kind):
             raise TypeError(f"optimizer_class must be an optimizer class, got {kind!r}")
         trial = kind([{**own_options(found), "params": list(found["params"])}], **self._constructor(kind))
@@ -91,7 +91,7 @@ class Blueprint:
         specs, costs = list[ParamSpec](), list[Cost]()
         for number, group in enumerate(groups, start=first_group):
             known = self._specs(group, number, first_param + len(specs))
-            kind = class_of(group, self.common)
+            kind = class_of(group, self.default_class)
             model = CostModel(kind, self._constructor(kind), own_options(group))
             specs += known
             costs += [model.of(spec) for spec in known]
@@ -110,7 +110,7 @@ class Blueprint:
         return min(max(total // count, least), most)
 
     def _specs(self, group: Group, number: int, first: int) -> list[ParamSpec]:
-        splittable = self._splits(class_of(group, self.common), own_options(group))
+        splittable = self._splits(class_of(group, self.default_class), own_options(group))
         found = [replace(spec, splittable=splittable, group=number) for spec in param_specs([group])]
         if "param_names" in group:
             return found
@@ -123,4 +123,4 @@ class Blueprint:
 
     def _constructor(self, kind: OptimizerClass) -> Mapping[str, Any]:
         """What the constructor of a class is given beside its groups."""
-        return self.defaults if kind is self.common else {}
+        return self.defaults if kind is self.default_class else {}

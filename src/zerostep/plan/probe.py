@@ -85,10 +85,10 @@ def is_elementwise(
     `options` are the constructor's keyword arguments, `group` what a parameter group says beside its parameters. An
     optimizer that cannot be tried is not element-wise.
     """
-    recipe = _unwrap(optimizer_class, options, group or {})
-    if _is_among(recipe.build, _ELEMENTWISE + _ATOMIC):
-        return _is_among(recipe.build, _ELEMENTWISE)
-    return _ask_once(_probe_elements, recipe)
+    candidate = _unwrap(optimizer_class, options, group or {})
+    if _is_among(candidate.build, _ELEMENTWISE + _ATOMIC):
+        return _is_among(candidate.build, _ELEMENTWISE)
+    return _ask_once(_probe_elements, candidate)
 
 
 def is_separable(optimizer_class: Factory, options: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> bool:
@@ -97,14 +97,14 @@ def is_separable(optimizer_class: Factory, options: Mapping[str, Any], group: Ma
     False only if parameters were seen to depend on each other: an optimizer that cannot be tried, or that draws random
     numbers, is taken to be separable.
     """
-    recipe = _unwrap(optimizer_class, options, group or {})
-    if _is_among(recipe.build, _ELEMENTWISE + _ATOMIC):
-        return recipe.build is not optim.LBFGS
-    return _ask_once(_probe_parameters, recipe)
+    candidate = _unwrap(optimizer_class, options, group or {})
+    if _is_among(candidate.build, _ELEMENTWISE + _ATOMIC):
+        return candidate.build is not optim.LBFGS
+    return _ask_once(_probe_parameters, candidate)
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _Candidate:
     """How to build an optimizer of one group."""
 
     build: Factory
@@ -129,11 +129,11 @@ class _Recipe:
         return None
 
 
-def _unwrap(build: Factory, options: Mapping[str, Any], group: Mapping[str, Any]) -> _Recipe:
+def _unwrap(build: Factory, options: Mapping[str, Any], group: Mapping[str, Any]) -> _Candidate:
     while isinstance(build, partial) and not build.args:
         options = {**build.keywords, **options}
         build = build.func
-    return _Recipe(build, options, group)
+    return _Candidate(build, options, group)
 
 
 def _is_among(build: Factory, known: Sequence[Factory]) -> bool:
@@ -155,35 +155,35 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (NoneType, bool, int, float, complex, str, torch.dtype, torch.device))
 
 
-def _ask_once(probe: Callable[[_Recipe], bool], recipe: _Recipe) -> bool:
-    if recipe.key is None:
-        return probe(recipe)
-    key = (probe, *recipe.key)
+def _ask_once(probe: Callable[[_Candidate], bool], candidate: _Candidate) -> bool:
+    if candidate.key is None:
+        return probe(candidate)
+    key = (probe, *candidate.key)
     if key not in _answers:
-        _answers[key] = probe(recipe)
+        _answers[key] = probe(candidate)
     return _answers[key]
 
 
-def _probe_elements(recipe: _Recipe) -> bool:
+def _probe_elements(candidate: _Candidate) -> bool:
     try:
         with _apart_from_training():
-            coupling = _coupling_of_elements(recipe)
+            coupling = _coupling_of_elements(candidate)
     except Exception as error:
         logger.warning(
             "%s could not be tried on small CPU tensors without a closure (%s: %s), so its parameters stay whole. If "
             'it treats every element by itself, say so: partition="elements"',
-            recipe.name,
+            candidate.name,
             type(error).__name__,
             error,
         )
         return False
-    logger.debug("%s %s", recipe.name, coupling or "treats every element by itself")
+    logger.debug("%s %s", candidate.name, coupling or "treats every element by itself")
     return coupling is None
 
 
-def _coupling_of_elements(recipe: _Recipe) -> str | None:
+def _coupling_of_elements(candidate: _Candidate) -> str | None:
     before = torch.get_rng_state()
-    whole, pieces = _Replica(recipe, [_SHAPES]), _Replica(recipe, _PIECES)
+    whole, pieces = _Replica(candidate, [_SHAPES]), _Replica(candidate, _PIECES)
     for step in [*_steps(whole.memory), _overflow(whole.memory)]:
         whole.step(step)
         pieces.step(step)
@@ -192,14 +192,14 @@ def _coupling_of_elements(recipe: _Recipe) -> str | None:
             return "updates parameters differently when they are cut"
         if not _same_state(whole, pieces):
             return "keeps state that depends on where parameters are cut"
-    _run_narrow(recipe)
+    _run_narrow(candidate)
     return "draws random numbers" if _have_drawn(before) else None
 
 
-def _run_narrow(recipe: _Recipe) -> None:
+def _run_narrow(candidate: _Candidate) -> None:
     """A few steps on bfloat16, for optimizers that round at random where numbers are narrow."""
     with suppress(Exception):  # not every optimizer takes every dtype
-        whole = _Replica(recipe, [_SMALL], torch.bfloat16)
+        whole = _Replica(candidate, [_SMALL], torch.bfloat16)
         for step in _steps(whole.memory):
             whole.step(step)
 
@@ -208,27 +208,27 @@ def _have_drawn(before: Tensor) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
-def _probe_parameters(recipe: _Recipe) -> bool:
+def _probe_parameters(candidate: _Candidate) -> bool:
     reasons = []
     for shapes, with_closure in ((_SMALL, False), (_MATRICES, False), (_MATRICES, True)):
         try:
             with _apart_from_training():
-                return _is_separable(recipe, shapes, with_closure)
+                return _is_separable(candidate, shapes, with_closure)
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
-    logger.debug("whether %s couples parameters is not known: it could not be tried (%s)", recipe.name, reasons)
+    logger.debug("whether %s couples parameters is not known: it could not be tried (%s)", candidate.name, reasons)
     return True
 
 
-def _is_separable(recipe: _Recipe, shapes: Sequence[tuple[int, ...]], with_closure: bool) -> bool:
+def _is_separable(candidate: _Candidate, shapes: Sequence[tuple[int, ...]], with_closure: bool) -> bool:
     before = torch.get_rng_state()
-    together, apart = _Replica(recipe, [shapes]), _Replica(recipe, [[shape] for shape in shapes])
+    together, apart = _Replica(candidate, [shapes]), _Replica(candidate, [[shape] for shape in shapes])
     for step in _steps(together.memory):
         together.step(step, with_closure)
         apart.step(step, with_closure)
         if not _same(together.values(), apart.values()):
             drawn = _have_drawn(before)
-            logger.debug("%s %s", recipe.name, "draws random numbers" if drawn else "couples parameters")
+            logger.debug("%s %s", candidate.name, "draws random numbers" if drawn else "couples parameters")
             return drawn
     return True
 
@@ -272,12 +272,12 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 class _Replica:
     """The same elements in one of several divisions, each instance of the optimizer with its leaves."""
 
-    def __init__(self, recipe: _Recipe, division: _Division, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, candidate: _Candidate, division: _Division, dtype: torch.dtype = torch.float32) -> None:
         self._division = division
         count = sum(math.prod(shape) for shapes in division for shape in shapes)
         self.memory = _noise(torch.empty(count, dtype=dtype), torch.Generator().manual_seed(0))
         self._leaves = [[nn.Parameter(part) for part in parts] for parts in _cut(self.memory, division)]
-        self._optimizers = [recipe.make(leaves) for leaves in self._leaves]
+        self._optimizers = [candidate.make(leaves) for leaves in self._leaves]
 
     def step(self, step: _Step, with_closure: bool = False) -> None:
         """One step of every instance."""

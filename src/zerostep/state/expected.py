@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from zerostep.comm.codec import dtype_named
 from zerostep.plan.cost import fresh_state
 from zerostep.plan.layout import ParamSpec
-from zerostep.state.param_state import MASTER, is_like
+from zerostep.state.param_state import MASTER, is_per_element
 
-__all__ = ["Expected", "Recipe", "expecting"]
+__all__ = ["Expected", "GroupOptimizer", "expecting"]
 
 # The length of a trial piece of a parameter that may be cut; no constant of an optimizer is likely to have it.
 _TRIAL = 53
 
 
 @dataclass(frozen=True)
-class Recipe:
+class GroupOptimizer:
     """How the state of a group's parameters comes about."""
 
     optimizer_class: Callable[..., Optimizer]
@@ -36,26 +36,28 @@ class Recipe:
 class Expected:
     """The tensors of a parameter's state: the dtypes of those that are like it, shapes and dtypes of the others."""
 
-    like: Mapping[str, torch.dtype]
-    rest: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    per_element: Mapping[str, torch.dtype]
+    shared: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def expecting(recipes: Callable[[int], Recipe]) -> Callable[[ParamSpec], Expected]:
+def expecting(group_optimizers: Callable[[int], GroupOptimizer]) -> Callable[[ParamSpec], Expected]:
     """A function that finds out, once for each kind of parameter; `recipes` has the recipe of each group."""
 
     @cache
     def found(group: int, shape: tuple[int, ...], dtype: str) -> Expected:
-        return _try(recipes(group), shape, dtype_named(dtype))
+        return _try(group_optimizers(group), shape, dtype_named(dtype))
 
     return lambda spec: found(spec.group, (_TRIAL,) if spec.splittable and spec.numel else spec.shape, spec.dtype)
 
 
-def _try(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> Expected:
-    wanted = recipe.master_dtype
+def _try(group_optimizer: GroupOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> Expected:
+    wanted = group_optimizer.master_dtype
     mastered = wanted is not None and dtype.is_floating_point and dtype != wanted
     leaf = torch.empty(shape, dtype=wanted if mastered else dtype, device="meta")
-    entry = fresh_state(recipe.optimizer_class, recipe.options, shape, leaf.dtype, recipe.group)
+    entry = fresh_state(
+        group_optimizer.optimizer_class, group_optimizer.options, shape, leaf.dtype, group_optimizer.group
+    )
     tensors = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
-    like = {key: value.dtype for key, value in tensors.items() if is_like(key, value, leaf)}
+    like = {key: value.dtype for key, value in tensors.items() if is_per_element(key, value, leaf)}
     rest = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items() if key not in like}
     return Expected({**like, MASTER: leaf.dtype} if mastered and entry else like, rest)

@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostep.state.param_state import Entry, Share, shaped
+from zerostep.state.param_state import Entry, ParamState, shaped
 from zerostep.tensors import flat_alias
 
 __all__ = ["assemble", "ready_to_travel"]
 
 
-def ready_to_travel(shares: Iterable[Share]) -> list[dict[str, Any]]:
+def ready_to_travel(shares: Iterable[ParamState]) -> list[dict[str, Any]]:
     """What one rank has of each parameter, in plain values."""
     return [
         {
             "param": share.param,
             "part": [share.part.start, share.part.stop],
-            "like": dict(share.like),
-            "rest": dict(share.rest),
+            "per_element": dict(share.per_element),
+            "shared": dict(share.shared),
         }
         for share in shares
     ]
@@ -38,8 +38,8 @@ def assemble(shares: Iterable[Sequence[Mapping[str, Any]]], params: Sequence[Ten
 
 def _put(entry: Entry, item: Mapping[str, Any], param: Tensor) -> None:
     start, stop = item["part"]
-    entry.update(item["rest"])
-    for key, value in item["like"].items():
+    entry.update(item["shared"])
+    for key, value in item["per_element"].items():
         if key not in entry:
             entry[key] = shaped(torch.empty(param.numel(), dtype=value.dtype), param)
         flat_alias(entry[key])[start:stop].copy_(value)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zerostep.memory.leaf import Leaf, view_state
 from zerostep.plan.groups import Group
-from zerostep.state.param_state import MASTER, Entry, Saved, Share, entry_for, fits_one_leaf, shares_of
+from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, entry_for, fits_one_leaf, param_states_of
 from zerostep.step.engine import Engine
 from zerostep.step.inner_optimizers import InnerOptimizers
 
@@ -36,9 +36,9 @@ class LeafStates:
             for fragment in leaf.fragments
         }
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self) -> Iterator[ParamState]:
         """This rank's shares of the whole state, masters included; views of the live tensors."""
-        return shares_of(self._with_masters(), self._engine.layout, self._engine.params)
+        return param_states_of(self._with_masters(), self._engine.layout, self._engine.params)
 
     def _with_masters(self) -> Iterator[tuple[Leaf, Entry]]:
         """Masters are state even where an optimizer keeps nothing else: parameters are too coarse to make them from."""
@@ -50,11 +50,13 @@ class LeafStates:
                 if entry:
                     yield leaf, entry
 
-    def load(self, saved: Mapping[int, Saved], options: Sequence[Group]) -> None:
+    def load(self, saved: Mapping[int, SavedState], options: Sequence[Group]) -> None:
         """Replace all state by copies of this rank's fragments of what was saved, by number."""
         self.prepare(saved, options)()
 
-    def prepare(self, saved: Mapping[int, Saved], options: Sequence[Group], fresh: bool = False) -> Callable[[], None]:
+    def prepare(
+        self, saved: Mapping[int, SavedState], options: Sequence[Group], fresh: bool = False
+    ) -> Callable[[], None]:
         """Read this rank's fragments of what was saved; what is returned replaces all state by them.
 
         What is `fresh` belongs to nobody else and need not be copied; and then masters that were not saved are made
@@ -85,7 +87,7 @@ class LeafStates:
                 elif others_too:
                     leaf.tensor.detach().copy_(leaf.view(shard.owned))
 
-    def _entry(self, leaf: Leaf, saved: Mapping[int, Saved]) -> Entry:
+    def _entry(self, leaf: Leaf, saved: Mapping[int, SavedState]) -> Entry:
         spec = self._engine.layout.params[leaf.params[0]]
         if spec.splittable and spec.numel:
             found_entry = entry_for(leaf, saved)

@@ -17,7 +17,17 @@ from zerostep.memory.leaf import Leaf, view_state
 from zerostep.plan.layout import Layout, Span
 from zerostep.tensors import flat_alias, is_dense
 
-__all__ = ["Saved", "Share", "WholeState", "entry_for", "fits_one_leaf", "is_like", "order_of", "shaped", "shares_of"]
+__all__ = [
+    "DictState",
+    "ParamState",
+    "SavedState",
+    "entry_for",
+    "fits_one_leaf",
+    "is_per_element",
+    "order_of",
+    "param_states_of",
+    "shaped",
+]
 
 Entry = dict[str, Any]
 
@@ -29,16 +39,18 @@ _SCALARS = frozenset(["step", "mu_product", "eta", "mu", "ac"])
 
 
 @dataclass(frozen=True)
-class Share:
+class ParamState:
     """The state of the part of a parameter that one rank owns: what is like the parameter as flat tensors."""
 
     param: int
     part: Span
-    like: Mapping[str, Tensor]
-    rest: Mapping[str, Any]
+    per_element: Mapping[str, Tensor]
+    shared: Mapping[str, Any]
 
 
-def shares_of(leaves: Iterable[tuple[Leaf, Entry]], layout: Layout, params: Sequence[Tensor]) -> Iterator[Share]:
+def param_states_of(
+    leaves: Iterable[tuple[Leaf, Entry]], layout: Layout, params: Sequence[Tensor]
+) -> Iterator[ParamState]:
     """The shares of a rank whose state lies in leaves."""
     for leaf, state in leaves:
         for fragment in leaf.fragments:
@@ -48,16 +60,16 @@ def shares_of(leaves: Iterable[tuple[Leaf, Entry]], layout: Layout, params: Sequ
                 names = [key for key, value in state.items() if _has_shape(value, leaf.tensor.shape)]
                 like = {key: entry[key].reshape(-1) for key in names}
             else:
-                entry, like = state, flat_like(state, param)
-            yield Share(fragment.param, fragment.part, like, {k: v for k, v in entry.items() if k not in like})
+                entry, like = state, flat_per_element(state, param)
+            yield ParamState(fragment.param, fragment.part, like, {k: v for k, v in entry.items() if k not in like})
 
 
-def flat_like(entry: Entry, param: Tensor) -> dict[str, Tensor]:
+def flat_per_element(entry: Entry, param: Tensor) -> dict[str, Tensor]:
     """What is like a whole parameter, flat, in the order of the parameter's memory."""
-    return {key: _flat(value, param) for key, value in entry.items() if is_like(key, value, param)}
+    return {key: _flat(value, param) for key, value in entry.items() if is_per_element(key, value, param)}
 
 
-def is_like(key: str, value: Any, param: Tensor) -> bool:
+def is_per_element(key: str, value: Any, param: Tensor) -> bool:
     """Whether a piece of state has one number for each element; of a parameter without dimensions, names must tell."""
     return _has_shape(value, param.shape) and (param.dim() > 0 or key not in _SCALARS)
 
@@ -75,23 +87,23 @@ def shaped(flat: Tensor, param: Tensor) -> Tensor:
     return flat.as_strided(param.shape, param.stride())
 
 
-class Saved(Protocol):
+class SavedState(Protocol):
     """The state of one whole parameter as it was saved."""
 
     def names(self) -> list[str]:
         """The names of all its pieces."""
 
-    def is_like(self, key: str) -> bool:
+    def is_per_element(self, key: str) -> bool:
         """Whether a piece has one number for each element."""
 
-    def stretch(self, key: str, part: Span) -> Tensor:
+    def elements(self, key: str, part: Span) -> Tensor:
         """Some elements of a piece that is like the parameter, flat, in the order of the parameter's memory now."""
 
     def whole(self, key: str) -> Any:
         """A piece as an unsharded optimizer has it."""
 
 
-class WholeState:
+class DictState:
     """The state of a parameter from a state dict."""
 
     def __init__(self, entry: Mapping[str, Any], param: Tensor) -> None:
@@ -101,11 +113,11 @@ class WholeState:
         """The names of all its pieces."""
         return list(self._entry)
 
-    def is_like(self, key: str) -> bool:
+    def is_per_element(self, key: str) -> bool:
         """Whether a piece has one number for each element."""
-        return is_like(key, self._entry[key], self._param)
+        return is_per_element(key, self._entry[key], self._param)
 
-    def stretch(self, key: str, part: Span) -> Tensor:
+    def elements(self, key: str, part: Span) -> Tensor:
         """Some elements of a piece that is like the parameter."""
         return _flat(self._entry[key], self._param)[part.start : part.stop]
 
@@ -114,13 +126,13 @@ class WholeState:
         return self._entry[key]
 
 
-def fits_one_leaf(leaf: Leaf, saved: Mapping[int, Saved]) -> bool:
+def fits_one_leaf(leaf: Leaf, saved: Mapping[int, SavedState]) -> bool:
     """Whether the fragments of a leaf may share a state: all have the same keys, and the same where it is not like."""
     states = [saved.get(param) for param in leaf.params]
     first = states[0]
     if first is None or any(state is None for state in states):
         return all(state is None for state in states)
-    rest = [key for key in first.names() if not first.is_like(key)]
+    rest = [key for key in first.names() if not first.is_per_element(key)]
     values = {key: first.whole(key) for key in rest}
     return all(
         set(state.names()) == set(first.names()) and all(_equal(state.whole(key), values[key]) for key in rest)
@@ -129,12 +141,12 @@ def fits_one_leaf(leaf: Leaf, saved: Mapping[int, Saved]) -> bool:
     )
 
 
-def entry_for(leaf: Leaf, saved: Mapping[int, Saved]) -> Entry:
+def entry_for(leaf: Leaf, saved: Mapping[int, SavedState]) -> Entry:
     """The state of a leaf of splittable parameters, whose fragments fit together."""
     first = saved[leaf.params[0]]
     return {
-        key: _joined([saved[each.param].stretch(key, each.part) for each in leaf.fragments])
-        if first.is_like(key)
+        key: _joined([saved[each.param].elements(key, each.part) for each in leaf.fragments])
+        if first.is_per_element(key)
         else first.whole(key)
         for key in first.names()
     }

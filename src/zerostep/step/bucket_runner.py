@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["Lane", "StreamLane", "ThreadLane"]
+__all__ = ["BucketRunner", "StreamRunner", "ThreadRunner"]
 
 Task = Callable[[], Tensor]
 
 
-class Lane(Protocol):
+class BucketRunner(Protocol):
     """Runs tasks in the order in which they come."""
 
     def run(self, task: Task) -> Future[Tensor]:
         """Start `task` now or as soon as those before it are done."""
 
 
-class StreamLane:
+class StreamRunner:
     """Tasks are launched by the caller, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class StreamLane:
         return self._side.complete(self._side.future(), task)
 
 
-class ThreadLane:
+class ThreadRunner:
     """Tasks are run by one thread of their own."""
 
     def __init__(self, device: torch.device) -> None:

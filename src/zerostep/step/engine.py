@@ -18,7 +18,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor
 
-from zerostep.comm.exchange import Exchange, Meeting
+from zerostep.comm.exchange import Exchange, PendingInts
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.transport import TransportError
@@ -28,13 +28,13 @@ from zerostep.memory.shard import Shard
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Fragment, Layout
 from zerostep.plan.layout_planner import Settings
-from zerostep.step.gathering import Gathers
-from zerostep.step.grad_ops import Edits
+from zerostep.step.gathering import PendingGathers
+from zerostep.step.grad_ops import ShardedGradOps
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.reduction import Plan, Reduction
-from zerostep.step.reference import Witness
+from zerostep.step.reduction import Reduction, ReductionPlan
+from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.sharded_grad import ShardedGradient
-from zerostep.step.stats import Clock
+from zerostep.step.stats import PhaseTimer
 from zerostep.tensors import flat_alias
 
 __all__ = [
@@ -51,9 +51,15 @@ class Engine:
     """One rank's part in the steps of a group of ranks. `reduces` is false where DDP does that."""
 
     def __init__(
-        self, ranks: Ranks, layout: Layout, params: Sequence[Tensor], settings: Settings, reduces: bool, clock: Clock
+        self,
+        ranks: Ranks,
+        layout: Layout,
+        params: Sequence[Tensor],
+        settings: Settings,
+        reduces: bool,
+        timer: PhaseTimer,
     ) -> None:
-        self.ranks, self.settings, self.clock = ranks, settings, clock
+        self.ranks, self.settings, self.timer = ranks, settings, timer
         self.rank = ranks.shards.rank
         self.params, self.layout = list(params), layout
         self.lock = RLock()
@@ -65,21 +71,21 @@ class Engine:
         same = ranks.everyone is ranks.shards
         self.shared = self._exchange_for[first]
         self._control = self.shared if same else connect_exchange(ranks.everyone, first)
-        self._across = ranks.across(first)
+        self._sum_replicas = ranks.replica_sum(first)
         self.shards: dict[int, Shard] = {}
-        self.gathers = Gathers(clock)
+        self.pending_gathers = PendingGathers(timer)
         self._stand_ins: dict[int, ShardedGradient] = {}
-        self._held: set[int] = set()
-        self.edits = Edits(self)
-        self._meeting: Meeting | None = None
-        self._verdict: Meeting | None = None
-        self.trouble: Exception | None = None
+        self._accumulating: set[int] = set()
+        self.grad_ops = ShardedGradOps(self)
+        self._pending_mask: PendingInts | None = None
+        self._pending_status: PendingInts | None = None
+        self.failure: Exception | None = None
         self.on_backward: Callable[[bool], None] | None = None
         self.joining: Callable[[], bool] = lambda: False
-        self.late: set[int] = set()
-        self.settled = False
+        self.used_elsewhere: set[int] = set()
+        self.passes_ended = False
         self.paused = False
-        self.witness: Witness | None = None
+        self.reference: ReferenceOptimizer | None = None
         self.reduction = self._make_reduction()
 
     def _connect(self) -> None:
@@ -92,7 +98,7 @@ class Engine:
     def _make_reduction(self) -> Reduction:
         firsts = [self.params[bucket.slots[0].param] for bucket in self.layout.buckets]
         wanted = self.settings.reduce_dtype
-        plan = Plan(
+        plan = ReductionPlan(
             self.layout,
             self.rank,
             self.params,
@@ -102,12 +108,12 @@ class Engine:
             self.settings.reduction == "all",
         )
         begin = WeakMethod(self._begin_backward)  # no cycle: hooks must see this engine go when its optimizer goes
-        return Reduction(plan, self._across, self.clock, lambda: _call(begin))
+        return Reduction(plan, self._sum_replicas, self.timer, lambda: _call(begin))
 
     def _begin_backward(self) -> None:
         if self.on_backward is not None:
-            held = (self.params[index].grad for index in self.reduction.used)
-            self.on_backward(not any(isinstance(grad, ShardedGradient) for grad in held))
+            accumulate = (self.params[index].grad for index in self.reduction.used)
+            self.on_backward(not any(isinstance(grad, ShardedGradient) for grad in accumulate))
 
     def extend(self, layout: Layout, params: Sequence[Tensor]) -> None:
         """Go on with a layout that has further buckets; collective."""
@@ -115,7 +121,7 @@ class Engine:
         self.params, self.layout = list(params), layout
         self._connect()
         self.reduction = self._make_reduction()
-        self.reduction.adopt(before)
+        self.reduction.take_over(before)
 
     # ------------------------------------------------------------------ memory
 
@@ -136,69 +142,69 @@ class Engine:
         """Autograd has finished a gradient of a bare module."""
         if self.paused:
             return
-        with self.lock, self._noting_trouble():
-            grad, held = self._taken(index)
+        with self.lock, self._noting_failure():
+            grad, accumulate = self._take_grad(index)
             if grad is None:
                 return
-            self._note(index, grad, held)
-            done = self.reduction.arrive(index, grad, held)
+            self._note_grad(index, grad, accumulate)
+            done = self.reduction.arrive(index, grad, accumulate)
             self.params[index].grad = self.stand_in(index)
             if done and self.settings.reduction == "all":
-                self._hand_out()
+                self._set_whole_grads()
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
-        held = index in self._held
-        with self.lock, self._noting_trouble():
+        accumulate = index in self._accumulating
+        with self.lock, self._noting_failure():
             if grad is not None:
-                self._note(index, grad, held)
-            self.reduction.arrive(index, grad, held)
-            self._held.discard(index)
+                self._note_grad(index, grad, accumulate)
+            self.reduction.arrive(index, grad, accumulate)
+            self._accumulating.discard(index)
             self._arrival.notify_all()
 
-    def await_rounds(self, count: int) -> None:
+    def await_passes(self, count: int) -> None:
         """Wait until another thread has brought as many backward passes to their end."""
         with self._arrival:
-            self._arrival.wait_for(lambda: self.reduction.rounds >= count and not self.reduction.open)
+            self._arrival.wait_for(lambda: self.reduction.passes >= count and not self.reduction.open)
 
-    def _note(self, index: int, grad: Tensor, held: bool) -> None:
-        self.settled = False
-        if self.witness is not None:
-            self.witness.note(index, grad, held)
+    def _note_grad(self, index: int, grad: Tensor, accumulate: bool) -> None:
+        self.passes_ended = False
+        if self.reference is not None:
+            self.reference.note(index, grad, accumulate)
 
     def shadow_backward(self, fresh: bool) -> None:
         """Take part in a backward pass of others, with zeros; `fresh` if they have no gradients to add to."""
-        with self.lock, self._noting_trouble():
+        with self.lock, self._noting_failure():
             if fresh:
-                self.forget_all()
+                self.drop_all()
                 for param in self.params:
                     param.grad = None  # of this rank's own last pass
-            self.settled = False
-            self.reduction.flush()
+            self.passes_ended = False
+            self.reduction.launch_missing()
             self.reduction.finish()
 
     @contextmanager
-    def _noting_trouble(self) -> Iterator[None]:
+    def _noting_failure(self) -> Iterator[None]:
         """After an error on the way nobody knows what the others have got."""
         try:
             yield
         except InterruptedPassError:
             raise
         except Exception as error:
-            self.trouble = error
+            self.failure = error
             raise
 
     def release_stand_in(self, index: int) -> None:
         """DDP is about to accumulate: it must find no stand-in, but we remember that there was one."""
         param = self.params[index]
         if isinstance(param.grad, ShardedGradient):
-            self._held.add(index)
+            self._accumulating.add(index)
             param.grad = None
 
     def stand_in(self, index: int) -> ShardedGradient:
         """What stands for a gradient whose parts have gone to their owners."""
         if index not in self._stand_ins:
-            self._stand_ins[index] = ShardedGradient(self.params[index], index, ref(self.edits))
+            self._stand_ins[index] = ShardedGradient(self.params[index], index, ref(self.grad_ops))
         return self._stand_ins[index]
 
     def place_stand_ins(self) -> None:
@@ -206,7 +212,7 @@ class Engine:
         for index in self.reduction.used:
             self.params[index].grad = self.stand_in(index)
 
-    def _taken(self, index: int) -> tuple[Tensor | None, bool]:
+    def _take_grad(self, index: int) -> tuple[Tensor | None, bool]:
         grad = self.params[index].grad
         if isinstance(grad, ShardedGradient):
             if grad is not self._stand_ins.get(index):
@@ -218,37 +224,41 @@ class Engine:
 
     # ------------------------------------------------------------------ backward is over
 
-    def settle(self) -> None:
+    def end_passes(self) -> None:
         """End the backward passes of this step, and learn which parameters some rank has used."""
         with self.lock:
             if not self._reduces:
-                self._mark_whole()
-            elif self.settled:
-                self._drop_gone()
+                self._use_present_grads()
+            elif self.passes_ended:
+                self._drop_unset_grads()
             else:
-                self.edits.forget_norms()
-                self._drop_gone()
-                self._collect()
-                self._meet()
-                self.settled = True
-                if self.witness is not None:
-                    self.witness.check_sums(self.whole_gradients())
+                self.grad_ops.drop_norms()
+                self._drop_unset_grads()
+                self._take_manual_grads()
+                self._start_used_mask()
+                self.passes_ended = True
+                if self.reference is not None:
+                    self.reference.check_sums(self.whole_gradients())
 
-    def _drop_gone(self) -> None:
+    def _drop_unset_grads(self) -> None:
         """Notice gradients that somebody has set to `None`."""
-        if self.settings.reduction == "all" and self.settled:
-            self._mark_whole()
+        if self.settings.reduction == "all" and self.passes_ended:
+            self._use_present_grads()
             return
-        gone = [index for index in self.reduction.used if self.params[index].grad is None and index not in self._held]
+        gone = [
+            index
+            for index in self.reduction.used
+            if self.params[index].grad is None and index not in self._accumulating
+        ]
         if gone:
             if self.reduction.open:
-                self.reduction.flush()
+                self.reduction.launch_missing()
             self.reduction.finish()
-            self.reduction.forget(gone)
-            self.reduction.drop_stale()
-        self._held.clear()
+            self.reduction.drop(gone)
+            self.reduction.zero_stale()
+        self._accumulating.clear()
 
-    def _collect(self) -> None:
+    def _take_manual_grads(self) -> None:
         """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
         whole = self.settings.reduction == "all"
         for index, param in enumerate(self.params):
@@ -258,48 +268,48 @@ class Engine:
             # A whole gradient that came through a hook is a sum already; it counts again where a further pass began.
             if param.requires_grad and not (whole and index in self.reduction.used and not self.reduction.open):
                 self.arrived(index)
-        if self.reduction.open or not self.reduction.rounds:
+        if self.reduction.open or not self.reduction.passes:
             # Without a backward pass here, the others wait for this rank in theirs.
-            self.reduction.flush()
+            self.reduction.launch_missing()
 
-    def _meet(self) -> None:
-        self.hear()
-        self.late = set()
+    def _start_used_mask(self) -> None:
+        self.wait_used_mask()
+        self.used_elsewhere = set()
         count = len(self.params)
         flags = [index in self.reduction.used for index in range(count)]
         words = [sum(1 << bit for bit, flag in enumerate(flags[i : i + _BITS]) if flag) for i in range(0, count, _BITS)]
-        with self.clock.phase("meet"):
-            meeting = self._control.meet([self.reduction.rounds, *words])
+        with self.timer.phase("meet"):
+            pending_mask = self._control.start_all_gather_ints([self.reduction.passes, *words])
         complete = all(flag or not param.requires_grad for flag, param in zip(flags, self.params, strict=True))
-        if complete and self.reduction.rounds:
+        if complete and self.reduction.passes:
             # Whatever the others have used, everything counts. They are heard at the end of the step.
-            self._meeting = meeting if self._control.blocks_host else None
+            self._pending_mask = pending_mask if self._control.blocks_host else None
         else:
-            self._learn(meeting)
-        self.reduction.rounds = 0
+            self._apply_used_mask(pending_mask)
+        self.reduction.passes = 0
         if self.settings.reduction == "all":
-            self._hand_out()
-            self._mark_whole()
+            self._set_whole_grads()
+            self._use_present_grads()
 
-    def _learn(self, meeting: Meeting) -> None:
-        with self.clock.waiting("meet"):
-            rows = meeting.wait()
-        while self.reduction.rounds < max(row[0] for row in rows):
-            self.reduction.flush()
+    def _apply_used_mask(self, pending_mask: PendingInts) -> None:
+        with self.timer.waiting("meet"):
+            rows = pending_mask.wait()
+        while self.reduction.passes < max(row[0] for row in rows):
+            self.reduction.launch_missing()
         known = set(self.reduction.used)
         for index in range(len(self.params)):
             if any(row[1 + index // _BITS] >> (index % _BITS) & 1 for row in rows):
                 self.reduction.used.add(index)
-        self.late = self.reduction.used - known
+        self.used_elsewhere = self.reduction.used - known
         if self.settings.reduction == "scatter":
             self.place_stand_ins()
 
-    def hear(self) -> None:
+    def wait_used_mask(self) -> None:
         """Take note of what the others have told, if nobody has listened yet."""
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            with self.clock.waiting("meet"):
-                meeting.wait()
+        pending_mask, self._pending_mask = self._pending_mask, None
+        if pending_mask is not None:
+            with self.timer.waiting("meet"):
+                pending_mask.wait()
 
     @property
     def blocks_host(self) -> bool:
@@ -309,39 +319,39 @@ class Engine:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         exchanges = {id(exchange): exchange for exchange in [*self._exchange_for.values(), self._control]}
-        found, across = list(exchanges.values()), self._across.bytes_moved
+        found, sum_replicas = list(exchanges.values()), self._sum_replicas.bytes_moved
         return (
-            across + sum(exchange.bytes_sent for exchange in found),
-            across + sum(exchange.bytes_received for exchange in found),
+            sum_replicas + sum(exchange.bytes_sent for exchange in found),
+            sum_replicas + sum(exchange.bytes_received for exchange in found),
         )
 
     def finish(self) -> None:
         """Have all sums of this step."""
-        self.settle()
+        self.end_passes()
         self.reduction.finish()
 
     # ------------------------------------------------------------------ whole gradients
 
-    def _hand_out(self) -> None:
+    def _set_whole_grads(self) -> None:
         """Where everybody gets all gradients: put them where users look for them."""
         self.reduction.finish()
         for index in self.reduction.used:
             bucket, span = self.layout.place_of(index)
             param = self.params[index]
             handed_out = param.grad is not None and type(param.grad) is not ShardedGradient
-            if bucket not in self.reduction.kept or handed_out:
+            if bucket not in self.reduction.sums or handed_out:
                 continue
-            place = self.reduction.kept[bucket][span.start : span.stop]
+            place = self.reduction.sums[bucket][span.start : span.stop]
             param.grad = place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
-        self.reduction.kept = {}
+        self.reduction.sums = {}
 
-    def _mark_whole(self) -> None:
+    def _use_present_grads(self) -> None:
         self.reduction.used = {index for index, param in enumerate(self.params) if param.grad is not None}
 
     def _owned_gradients(self, bucket: int) -> Tensor:
         """The owned part of a bucket, from whole gradients."""
         if self.settings.reduction == "scatter":
-            return self.reduction.kept[bucket]
+            return self.reduction.sums[bucket]
         owned = self.layout.buckets[bucket].owned(self.rank)
         first = self.params[self.layout.buckets[bucket].slots[0].param]
         found = torch.zeros(owned.length, dtype=first.dtype, device=first.device)
@@ -359,10 +369,10 @@ class Engine:
         self.reduction.finish()
         found: dict[int, Tensor] = {}
         for bucket in self.used_buckets():
-            where, kept = self.layout.buckets[bucket], self.reduction.kept[bucket]
-            memory = kept.new_zeros(padded_size(where))
+            where, sums = self.layout.buckets[bucket], self.reduction.sums[bucket]
+            memory = sums.new_zeros(padded_size(where))
             owned = where.owned(self.rank)
-            memory[owned.start : owned.stop].copy_(kept)
+            memory[owned.start : owned.stop].copy_(sums)
             self._exchange_for[memory.device].gather(memory, where).wait()
             for slot in where.slots:
                 like, place = self.params[slot.param], memory[slot.span.start : slot.span.stop]
@@ -379,39 +389,41 @@ class Engine:
         buckets, failure = self.used_buckets(), None
         iteration = inners.begin()
         with torch.no_grad():
-            for wave in self._waves(buckets):
-                for bucket in wave:
+            for batch in self._batches(buckets):
+                for bucket in batch:
                     self.reduction.finish(bucket)
                 try:
                     if failure is None:
-                        self._partial_step(wave, inners, iteration.step)
+                        self._partial_step(batch, inners, iteration.step)
                 except Exception as error:
                     failure = error
                 if self.settings.gather == "step":
-                    self.launch(wave)
+                    self.launch(batch)
         iteration.end()
-        self._verdict = self._control.meet([failure is not None]) if self._control.blocks_host else None
+        self._pending_status = (
+            self._control.start_all_gather_ints([failure is not None]) if self._control.blocks_host else None
+        )
         if self.settings.gather == "forward":
             # The next forward pass needs the first parameters first, and norms and biases everywhere.
             self.launch(sorted(buckets, key=lambda bucket: (self.layout.buckets[bucket].size > _FEW, -bucket)))
         if failure is not None:
-            self.gathers.wait()
+            self.pending_gathers.wait()
             raise failure
 
     def failed(self) -> list[int]:
         """The ranks whose last update failed."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
+        pending_status, self._pending_status = self._pending_status, None
+        if pending_status is None:
             return []
-        with self.clock.waiting("meet"):
-            return [rank for rank, row in enumerate(verdict.wait()) if row[0]]
+        with self.timer.waiting("meet"):
+            return [rank for rank, row in enumerate(pending_status.wait()) if row[0]]
 
     def recover(self) -> None:
         """Take note of what was told before something failed, so as to begin anew."""
-        self.trouble = None
+        self.failure = None
         with suppress(TransportError):
-            self.gathers.wait()
-            self.hear()
+            self.pending_gathers.wait()
+            self.wait_used_mask()
             self.failed()
 
     def used_buckets(self) -> list[int]:
@@ -422,30 +434,30 @@ class Engine:
         """Start sending the owned parts of some buckets."""
         for bucket in buckets:
             shard, where = self.shards[bucket], self.layout.buckets[bucket]
-            with self.clock.phase("gather", bucket):
+            with self.timer.phase("gather", bucket):
                 exchange = self._exchange_for[shard.memory.device]
-                self.gathers.launched(bucket, exchange.gather(shard.memory, where))
+                self.pending_gathers.launched(bucket, exchange.gather(shard.memory, where))
 
-    def _waves(self, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
+    def _batches(self, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
         most = _MOST_PARTIAL_STEPS if self._control.blocks_host else 1
         size = max(1, -(-len(buckets) // most))
         for start in range(0, len(buckets), size):
             yield buckets[start : start + size]
 
     def _partial_step(
-        self, wave: Sequence[int], inners: InnerOptimizers, step: Callable[[Sequence[Leaf]], None]
+        self, batch: Sequence[int], inners: InnerOptimizers, step: Callable[[Sequence[Leaf]], None]
     ) -> None:
         leaves = list[Leaf]()
         try:
-            for bucket in wave:
+            for bucket in batch:
                 self.bind(bucket)
                 leaves += self._ready(bucket, inners)
-            with self.clock.phase("update", wave[0], wave[-1]):
+            with self.timer.phase("update", batch[0], batch[-1]):
                 step(leaves)
         finally:
             for leaf in leaves:
                 leaf.tensor.grad = None
-        for bucket in wave:
+        for bucket in batch:
             self.shards[bucket].publish()
             self.shards[bucket].mark_changed()
 
@@ -464,18 +476,18 @@ class Engine:
             leaf.tensor.grad = leaf.view(gradients).to(leaf.tensor.dtype)
         return ready
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         """All gradients were dropped."""
         with self.lock:
             if self.reduction.open:
-                self.reduction.flush()
-            self.reduction.forget()
-            self.reduction.rounds = 0
-            if self.witness is not None:
-                self.witness.forget()
-            self._held.clear()
-            self.edits.forget_norms()
-            self.settled = False
+                self.reduction.launch_missing()
+            self.reduction.drop()
+            self.reduction.passes = 0
+            if self.reference is not None:
+                self.reference.drop()
+            self._accumulating.clear()
+            self.grad_ops.drop_norms()
+            self.passes_ended = False
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:

@@ -15,31 +15,31 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from zerostep.comm.exchange import Gathering
-from zerostep.step.stats import Clock
+from zerostep.comm.exchange import PendingGather
+from zerostep.step.stats import PhaseTimer
 
-__all__ = ["ForwardHooks", "Gathers"]
+__all__ = ["ForwardHooks", "PendingGathers"]
 
 
-class Gathers:
+class PendingGathers:
     """What is under way."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._flying: dict[int, Gathering] = {}
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timer = timer
+        self._in_flight: dict[int, PendingGather] = {}
 
-    def launched(self, bucket: int, gathering: Gathering) -> None:
+    def launched(self, bucket: int, gathering: PendingGather) -> None:
         """Take note of a bucket that is on its way."""
-        self._flying[bucket] = gathering
+        self._in_flight[bucket] = gathering
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Return when these buckets are in place; all of them if none is named."""
-        if not self._flying:
+        if not self._in_flight:
             return
-        for bucket in list(self._flying) if buckets is None else buckets:
-            flight = self._flying.pop(bucket, None)
+        for bucket in list(self._in_flight) if buckets is None else buckets:
+            flight = self._in_flight.pop(bucket, None)
             if flight is not None:
-                with self._clock.waiting("gather", bucket):
+                with self._timer.waiting("gather", bucket):
                     flight.wait()
 
 

@@ -18,10 +18,10 @@ from zerostep.step import norms as clipping
 if TYPE_CHECKING:
     from zerostep.step.engine import Engine
 
-__all__ = ["Edits"]
+__all__ = ["ShardedGradOps"]
 
 
-class Edits:
+class ShardedGradOps:
     """Norms of gradients and changes to them, for a whole model or for a few parameters."""
 
     def __init__(self, engine: Engine) -> None:
@@ -48,18 +48,18 @@ class Edits:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
-        self.forget_norms()
+        self.drop_norms()
         with torch.no_grad():
             for part in self._all_parts():
                 part.mul_(factor)
 
     def clear(self) -> None:
         """Set all gradients to zero; they still count."""
-        self.forget_norms()
+        self.drop_norms()
         for part in self._all_parts():
             part.zero_()
 
-    def forget_norms(self) -> None:
+    def drop_norms(self) -> None:
         """The gradients are no longer what they were."""
         self._norms = None
 
@@ -67,18 +67,18 @@ class Edits:
         engine = self._engine
         engine.finish()
         if self._scattered:
-            return [engine.reduction.kept[bucket] for bucket in engine.used_buckets()]
+            return [engine.reduction.sums[bucket] for bucket in engine.used_buckets()]
         return self._parts(engine.reduction.used)
 
     # ------------------------------------------------------------------ what comes through `.grad`
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
         """The norm of each whole gradient; those of all are found in one go."""
-        late = self._begin()
+        used_elsewhere = self._begin()
         if self._norms is None or self._norms[0] != norm_type:
             used = sorted(self._engine.reduction.used)
             sums = [clipping.power_sum(self._parts([index]), norm_type) for index in used]
-            self._refuse_late(late)
+            self._refuse_late(used_elsewhere)
             totals = clipping.combine(self._engine.shared, sums, norm_type) if self._scattered else sums
             found = {i: self._as_norm(i, clipping.root(x, norm_type)) for i, x in zip(used, totals, strict=True)}
             self._norms = norm_type, found
@@ -86,20 +86,20 @@ class Edits:
 
     def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
         """Change the kept parts in place, element by element."""
-        first = not self._engine.settled
-        late = self._begin()
+        first = not self._engine.passes_ended
+        used_elsewhere = self._begin()
         if first:
-            self._refuse_late(late)
-        self.forget_norms()
+            self._refuse_late(used_elsewhere)
+        self.drop_norms()
         with torch.no_grad():
             for part in self._parts(params):
                 change(part)
 
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply by `inverse`; all ranks learn whether any has found a number that is not finite."""
-        late, first = self._begin(), self._engine.params[params[0]]
-        alike = [index for index in late if _kind(self._engine.params[index]) == _kind(first)]
-        self.forget_norms()
+        used_elsewhere, first = self._begin(), self._engine.params[params[0]]
+        alike = [index for index in used_elsewhere if _kind(self._engine.params[index]) == _kind(first)]
+        self.drop_norms()
         for part in self._parts([*params, *alike]):
             torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse)
         self._engine.ranks.shards.start_all_reduce(found_inf).wait()
@@ -107,18 +107,20 @@ class Edits:
 
     def _begin(self) -> set[int]:
         """The gradients that are known only now: whoever calls has listed all gradients before, and lacks those."""
-        before = self._engine.settled
+        before = self._engine.passes_ended
         if self._engine.joining() and self._scattered:
             raise RuntimeError(
                 "inside Join, ranks without inputs hold gradients too, and cannot follow what is done to .grad: use "
                 "the optimizer's own clip_grad_norm_() and grad_norm()"
             )
         self._engine.finish()
-        return set() if before else self._engine.late
+        return set() if before else self._engine.used_elsewhere
 
-    def _refuse_late(self, late: set[int]) -> None:
+    def _refuse_late(self, used_elsewhere: set[int]) -> None:
         """All ranks refuse if one of them has not listed all gradients."""
-        if self._scattered and any(row[0] for row in self._engine.shared.meet([len(late)]).wait()):
+        if self._scattered and any(
+            row[0] for row in self._engine.shared.start_all_gather_ints([len(used_elsewhere)]).wait()
+        ):
             raise RuntimeError(
                 "ranks have used different parameters in this step, so their lists of gradients differ: use the "
                 "optimizer's own clip_grad_norm_() and grad_norm()"
@@ -136,9 +138,9 @@ class Edits:
         return [part for part in self._engine.layout.fragments_of(index) if part.rank == self._engine.rank]
 
     def _part(self, fragment: Fragment) -> Tensor | None:
-        kept = self._engine.reduction.kept.get(fragment.bucket)
+        sums = self._engine.reduction.sums.get(fragment.bucket)
         start = self._engine.layout.buckets[fragment.bucket].owned(self._engine.rank).start
-        return None if kept is None else kept[fragment.place.start - start : fragment.place.stop - start]
+        return None if sums is None else sums[fragment.place.start - start : fragment.place.stop - start]
 
     def _as_norm(self, index: int, value: float) -> Tensor:
         param = self._engine.params[index]

@@ -7,10 +7,10 @@ from weakref import ref
 
 from torch import Tensor
 
-__all__ = ["GradientMarks"]
+__all__ = ["GradSnapshot"]
 
 
-class GradientMarks:
+class GradSnapshot:
     """The gradients of some parameters as they were when the marks were set.
 
     Gradients that are nothing but zeros count as unset: that is how some people reset them.
@@ -18,20 +18,20 @@ class GradientMarks:
 
     def __init__(self) -> None:
         # Weak references, not addresses: a new gradient may well lie where an old one lay.
-        self._marks: dict[Tensor, tuple[ref[Tensor], int]] = {}
+        self._grads: dict[Tensor, tuple[ref[Tensor], int]] = {}
 
-    def set(self, params: Iterable[Tensor]) -> None:
+    def take(self, params: Iterable[Tensor]) -> None:
         """Remember the gradients of `params` as they are now."""
         found = ((param, param.grad) for param in params)
-        self._marks = {param: (ref(grad), grad._version) for param, grad in found if grad is not None}
+        self._grads = {param: (ref(grad), grad._version) for param, grad in found if grad is not None}
 
     def clear(self) -> None:
         """Remember nothing."""
-        self._marks = {}
+        self._grads = {}
 
     def edited(self) -> list[Tensor]:
         """The marked parameters whose gradient was changed in place since."""
-        same = [(param, version) for param, (grad, version) in self._marks.items() if grad() is param.grad]
+        same = [(param, version) for param, (grad, version) in self._grads.items() if grad() is param.grad]
         return [param for param, version in same if _version(param) != version and _filled(param)]
 
     def new_in(self, params: Iterable[Tensor]) -> list[Tensor]:
@@ -39,7 +39,7 @@ class GradientMarks:
         return [param for param in params if _filled(param) and not self._unchanged(param)]
 
     def _unchanged(self, param: Tensor) -> bool:
-        grad, version = self._marks.get(param, (None, 0))
+        grad, version = self._grads.get(param, (None, 0))
         return grad is not None and grad() is param.grad and _version(param) == version
 
 

@@ -13,37 +13,37 @@ from torch.nn.parallel import DistributedDataParallel
 from zerostep.step.ddp_hook import after_backward, as_stored, never_raising
 from zerostep.step.engine import Engine
 
-__all__ = ["Autograd", "Ddp", "Nobody", "Watch"]
+__all__ = ["AutogradSource", "DdpSource", "GradSource", "NoSource"]
 
 Future = torch.futures.Future
 
 
-class Watch(Protocol):
+class GradSource(Protocol):
     """Somebody who tells the engine of gradients."""
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Watch all of `params` that are trainable and not watched yet."""
 
 
-class Nobody:
+class NoSource:
     """DDP reduces, and the gradients are taken from `.grad`."""
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Nothing to watch."""
 
 
-class Autograd:
+class AutogradSource:
     """A hook on every parameter."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = ref(engine)
-        self._watched: set[int] = set()
+        self._hooked: set[int] = set()
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Hook parameters that have become trainable."""
         for index, param in enumerate(params):
-            if param.requires_grad and index not in self._watched:
-                self._watched.add(index)
+            if param.requires_grad and index not in self._hooked:
+                self._hooked.add(index)
                 handle = param.register_post_accumulate_grad_hook(partial(_arrived, self._engine, index))
                 finalize(self._engine(), handle.remove)
 
@@ -54,12 +54,12 @@ def _arrived(engine: ref[Engine], index: int, param: Tensor) -> None:
         found.arrived(index)
 
 
-class Ddp:
+class DdpSource:
     """DDP's communication hook: DDP says when, the layout says where."""
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
         self._engine, self._ddp = ref(engine), ref(ddp)
-        self._watched: set[int] = set()
+        self._hooked: set[int] = set()
         self._index_of: dict[Tensor, int] = {}
         self._absent: list[Tensor] = []
         # The module keeps this object, the object keeps nobody.
@@ -69,8 +69,8 @@ class Ddp:
         """Watch parameters that DDP knows; it does not know those that became trainable later."""
         for index, param in enumerate(params):
             self._index_of[param] = index
-            if param.requires_grad and index not in self._watched:
-                self._watched.add(index)
+            if param.requires_grad and index not in self._hooked:
+                self._hooked.add(index)
                 finalize(self._engine(), param.register_hook(partial(_coming, self._engine, index)).remove)
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -88,7 +88,7 @@ class Ddp:
             if grad is None:
                 self._absent.append(param)
             engine.arrived_in_ddp(self._index_of[param], grad)
-        engine.reduction.absorb()  # DDP goes on with its memory
+        engine.reduction.copy_waiting()  # DDP goes on with its memory
         if bucket.is_last():
             absent, self._absent = self._absent, []
             if _in_backward():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zerostep.memory.leaf import Leaf, clone_scalars, view_state
 from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
 
-__all__ = ["InnerOptimizers", "Iteration", "commit"]
+__all__ = ["InnerOptimizers", "PartialSteps", "commit"]
 
 StateDict = dict[str, Any]
 
@@ -27,10 +27,10 @@ class InnerOptimizers:
         self,
         groups: Sequence[Group],
         members: Sequence[Sequence[Tensor]],
-        common: OptimizerClass,
+        default_class: OptimizerClass,
         defaults: Mapping[str, Any],
     ) -> None:
-        self._common, self._defaults = common, defaults
+        self._default_class, self._defaults = default_class, defaults
         self._all: dict[Any, Optimizer] = {}
         self._groups: list[Group] = []
         self._kinds: list[OptimizerClass] = []
@@ -39,13 +39,13 @@ class InnerOptimizers:
 
     def add(self, group: Group, tensors: Sequence[Tensor]) -> None:
         """Add an outer group; the options that its class completes are there to be pulled."""
-        kind = class_of(group, self._common)
+        kind = class_of(group, self._default_class)
         wanted = {**own_options(group), "params": list(tensors)}
         if kind in self._all:
             self._all[kind].add_param_group(wanted)
         else:
             # Options that are given for all groups are meant for the common class.
-            self._all[kind] = kind([wanted], **(self._defaults if kind is self._common else {}))
+            self._all[kind] = kind([wanted], **(self._defaults if kind is self._default_class else {}))
         self._groups.append(self._all[kind].param_groups[-1])
         self._kinds.append(kind)
 
@@ -56,7 +56,7 @@ class InnerOptimizers:
     @property
     def defaults(self) -> dict[str, Any]:
         """The defaults of the common class, as far as it is in use."""
-        found = self._all.get(self._common)
+        found = self._all.get(self._default_class)
         return {**(found.defaults if found is not None else {}), **self._defaults}
 
     @property
@@ -116,12 +116,12 @@ class InnerOptimizers:
 
     # ------------------------------------------------------------------ partial steps
 
-    def begin(self) -> Iteration:
+    def begin(self) -> PartialSteps:
         """The partial steps of one step: all start from the options that the groups have now."""
-        return Iteration(self._all.values(), self._groups)
+        return PartialSteps(self._all.values(), self._groups)
 
 
-class Iteration:
+class PartialSteps:
     """One step in several parts: however many there are, options that a step changes change once."""
 
     def __init__(self, optimizers: Iterable[Optimizer], groups: Sequence[Group]) -> None:

@@ -33,7 +33,7 @@ def power_sum(parts: Iterable[Tensor], norm_type: float) -> float:
 def combine(exchange: Exchange, sums: Sequence[float], norm_type: float) -> list[float]:
     """What all ranks contribute, the same numbers on every rank: one small collective."""
     words = [unpack("<q", pack("<d", value))[0] for value in sums]
-    rows = [[unpack("<d", pack("<q", word))[0] for word in row] for row in exchange.meet(words).wait()]
+    rows = [[unpack("<d", pack("<q", word))[0] for word in row] for row in exchange.start_all_gather_ints(words).wait()]
     if math.isinf(norm_type):
         return [_extreme(column, norm_type) for column in zip(*rows, strict=True)]
     return [sum(column) for column in zip(*rows, strict=True)]

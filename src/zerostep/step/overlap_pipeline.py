@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from zerostep.comm.agreement import first_failure
-from zerostep.comm.transport import Parcel, Transport
-from zerostep.memory.bucket_memory import make_parcels
+from zerostep.comm.transport import BucketMemory, Transport
+from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.plan.groups import Group, copy_options, options
 from zerostep.plan.ownership import Ownership
 from zerostep.plan.partition import restrict
 from zerostep.step.ddp_hook import as_stored
 
-__all__ = ["Arrival", "BucketPlan", "GradientCallback", "Pipeline"]
+__all__ = ["ArrivedBucket", "DdpBucketPlan", "GradientCallback", "OverlapPipeline"]
 
 GradientCallback = Callable[[Sequence[Tensor], Sequence[Any]], None]
 
@@ -40,22 +40,22 @@ _UPDATED, _FAILED = 0, 1
 
 
 @dataclass(frozen=True)
-class BucketPlan:
+class DdpBucketPlan:
     """A bucket of DDP as the optimizer sees it: its own parameters in it, and how they travel."""
 
     params: tuple[Tensor, ...]
     places: tuple[int, ...]
-    parcels: tuple[Parcel, ...]
+    bucket_memories: tuple[BucketMemory, ...]
     fingerprint: int
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ArrivedBucket:
     """A bucket whose reduction is under way."""
 
     index: int
     is_last: bool
-    plan: BucketPlan
+    plan: DdpBucketPlan
     views: tuple[Tensor, ...]
     buffer: Tensor
     used: tuple[bool, ...] | None
@@ -67,7 +67,7 @@ class Arrival:
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in self.views]
 
 
-class Pipeline:
+class OverlapPipeline:
     """The moving parts of overlap mode: what the buckets of this iteration have done to the inner optimizer."""
 
     def __init__(
@@ -79,20 +79,20 @@ class Pipeline:
     ) -> None:
         self._inner, self._outer_groups, self._leaf_of = inner, outer_groups, leaf_of
         self._layout, self._index_of = ownership.layout, ownership.index_of
-        self._plans: dict[tuple[int, ...], BucketPlan] = {}
+        self._plans: dict[tuple[int, ...], DdpBucketPlan] = {}
         self._before: list[Group] = []
         self._after: list[Group] | None = None
         self._error: Exception | None = None
         self._used: dict[Tensor, bool] = {}
         self.gradient_callback: GradientCallback | None = None
 
-    def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> Arrival:
+    def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> ArrivedBucket:
         """Take note of a bucket, in the thread of backward, while its reduction is still to come.
 
         `used` tells whether a parameter got a gradient on this rank, or is `None` where all must have got one.
         """
         plan, views = self._plan(bucket.parameters()), bucket.gradients()
-        return Arrival(
+        return ArrivedBucket(
             bucket.index(),
             bucket.is_last(),
             plan,
@@ -101,7 +101,9 @@ class Pipeline:
             None if used is None else tuple(used(param) for param in plan.params),
         )
 
-    def process(self, arrival: Arrival, reduced: Tensor | Exception, transport: Transport, control: Transport) -> None:
+    def process(
+        self, arrival: ArrivedBucket, reduced: Tensor | Exception, transport: Transport, control: Transport
+    ) -> None:
         """Update and gather one bucket; all ranks, in the order of the buckets.
 
         If the reduction or the update fails on one rank it fails on all, where hosts meet in the exchange. The
@@ -119,7 +121,7 @@ class Pipeline:
                 self._try_update(arrival, reduced, wanted)
         with record_function(f"zerostep/gather bucket {arrival.index}"):
             status = _UPDATED if self._error is None else _FAILED
-            statuses = transport.gather(arrival.plan.parcels, status, arrival.plan.fingerprint)
+            statuses = transport.gather(arrival.plan.bucket_memories, status, arrival.plan.fingerprint)
         if any(statuses) and len(statuses) > 1 and not failed_before:
             self._error = first_failure(control, self._error)
         if arrival.is_last:
@@ -131,14 +133,14 @@ class Pipeline:
         """Whether some rank had a gradient for a parameter when its bucket was last here."""
         return self._used.get(param, False)
 
-    def _plan(self, params: Sequence[Tensor]) -> BucketPlan:
+    def _plan(self, params: Sequence[Tensor]) -> DdpBucketPlan:
         key = tuple(map(id, params))
         if key not in self._plans:
             places = tuple(place for place, param in enumerate(params) if param in self._index_of)
             known = tuple(params[place] for place in places)
             part = restrict(self._layout, [self._index_of[param] for param in known])
-            parcels = tuple(make_parcels(part, known, as_views=False))
-            self._plans[key] = BucketPlan(known, places, parcels, int(part.digest()[:15], 16))
+            bucket_memories = tuple(make_bucket_memories(part, known, as_views=False))
+            self._plans[key] = DdpBucketPlan(known, places, bucket_memories, int(part.digest()[:15], 16))
         return self._plans[key]
 
     def _begin(self) -> None:
@@ -155,7 +157,7 @@ class Pipeline:
             group.update(after)
         copy_options(self._inner.param_groups, self._outer_groups)
 
-    def _try_update(self, arrival: Arrival, reduced: Tensor | Exception, wanted: Sequence[bool]) -> None:
+    def _try_update(self, arrival: ArrivedBucket, reduced: Tensor | Exception, wanted: Sequence[bool]) -> None:
         leaves = []
         try:
             if isinstance(reduced, Exception):

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from zerostep.plan.groups import Group, all_params
 from zerostep.plan.ownership import Ownership
-from zerostep.step.grad_snapshot import GradientMarks
-from zerostep.step.overlap_pipeline import GradientCallback, Pipeline
+from zerostep.step.grad_snapshot import GradSnapshot
+from zerostep.step.overlap_pipeline import GradientCallback, OverlapPipeline
 
-__all__ = ["InsideBackward"]
+__all__ = ["OverlapState"]
 
 logger = logging.getLogger("zerostep")
 
@@ -26,14 +26,14 @@ _TOO_LATE = (
 )
 
 
-class InsideBackward:
+class OverlapState:
     """What an optimizer holds that steps inside backward."""
 
-    pipeline: Pipeline
+    pipeline: OverlapPipeline
 
     def __init__(self) -> None:
         self.leaf_of: dict[Tensor, Tensor] = {}
-        self.marks = GradientMarks()
+        self.snapshot = GradSnapshot()
         self.callback: GradientCallback | None = None
 
     def leaves(self, groups: Sequence[Group]) -> list[Group]:
@@ -49,7 +49,7 @@ class InsideBackward:
 
     def prepare(self, inner: Optimizer, outer_groups: Sequence[Group], owners: Ownership) -> None:
         """Plan anew what the buckets of DDP mean."""
-        self.pipeline = Pipeline(inner, outer_groups, self.leaf_of, owners)
+        self.pipeline = OverlapPipeline(inner, outer_groups, self.leaf_of, owners)
 
     def begin(self, owners: Ownership) -> None:
         """The first bucket of an iteration has come."""
@@ -73,8 +73,8 @@ class InsideBackward:
 
     def refuse_edited_gradients(self) -> None:
         """Gradients that were edited after backward went into no update: say so, once."""
-        edited = self.marks.edited()
-        self.marks.clear()
+        edited = self.snapshot.edited()
+        self.snapshot.clear()
         if edited:
             raise RuntimeError(
                 f"{len(edited)} gradients were edited after backward(), as clip_grad_norm_() does: {_TOO_LATE}"

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerostep.comm.exchange import Exchange, Reducing
+from zerostep.comm.exchange import Exchange, PendingReduce
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Layout, Span
-from zerostep.step.stats import Clock
+from zerostep.step.stats import PhaseTimer
 from zerostep.tensors import Scratch
 
-__all__ = ["Plan", "Reduction"]
+__all__ = ["Reduction", "ReductionPlan"]
 
 _flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 # Memory at the end of backward is the owned part plus what is under way.
@@ -31,7 +31,7 @@ _SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """What a reduction needs to know: who owns what, how it travels and what each rank's gradient counts."""
 
     layout: Layout
@@ -50,9 +50,13 @@ class Reduction:
     """
 
     def __init__(
-        self, plan: Plan, across: Callable[[Tensor], Tensor], clock: Clock, on_begin: Callable[[], None]
+        self,
+        plan: ReductionPlan,
+        sum_replicas: Callable[[Tensor], Tensor],
+        timer: PhaseTimer,
+        on_pass_begin: Callable[[], None],
     ) -> None:
-        self._plan, self._across, self._clock, self._on_begin = plan, across, clock, on_begin
+        self._plan, self._sum_replicas, self._timer, self._on_pass_begin = plan, sum_replicas, timer, on_pass_begin
         self._buffers: dict[int, Tensor] = {}
         self._small: dict[int, Tensor] = {}
         self._bucket_of = [plan.layout.place_of(param)[0] for param in range(len(plan.layout.params))]
@@ -65,16 +69,16 @@ class Reduction:
         self._missing: dict[int, set[int]] = {}
         self._next = 0
         self._open = False
-        self._flying: deque[tuple[int, int, Reducing, Tensor]] = deque()
+        self._in_flight: deque[tuple[int, int, PendingReduce, Tensor]] = deque()
         self._scratch = Scratch()
-        self._spare: dict[int, Tensor] = {}
-        self.kept: dict[int, Tensor] = {}
+        self._reusable: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}
         self.used: set[int] = set()
-        self.rounds = 0
+        self.passes = 0
 
     # ------------------------------------------------------------------ a round
 
-    def arrive(self, param: int, grad: Tensor | None, held: bool) -> bool:
+    def arrive(self, param: int, grad: Tensor | None, accumulate: bool) -> bool:
         """Take a gradient, which nobody else may change; `None` stands for one that this pass did not make.
 
         `held` tells that it comes on top of what is kept. Returns whether this was the last one of the round.
@@ -83,14 +87,14 @@ class Reduction:
             self._begin()
         elif param in self._filled or self._bucket_of[param] not in self._missing:
             # A further backward pass; or its bucket is on its way already.
-            self.flush()
+            self.launch_missing()
             self._begin()
         bucket = self._bucket_of[param]
         if grad is not None:
             self._take(param, bucket, grad.detach())
             self._written.add(param)
-            if not held and param in self.used:
-                self._land_earlier_rounds()
+            if not accumulate and param in self.used:
+                self._finish_earlier_passes()
                 self._stale.add(param)
             self.used.add(param)
         self._filled.add(param)
@@ -107,12 +111,12 @@ class Reduction:
         else:
             self._write(param, bucket, grad)
 
-    def absorb(self) -> None:
+    def copy_waiting(self) -> None:
         """Copy what waits to be copied: its memory is about to be used for something else."""
         for bucket in {self._bucket_of[param] for param in self._small}:
             self._write_small(bucket)
 
-    def flush(self) -> None:
+    def launch_missing(self) -> None:
         """End the round: what is missing counts as zero."""
         if not self._open:
             self._begin()
@@ -122,25 +126,27 @@ class Reduction:
 
     def finish(self, bucket: int | None = None) -> None:
         """Wait until a bucket that is under way is kept; all of them if none is named."""
-        while self._flying and (bucket is None or any(bucket == flying[1] for flying in self._flying)):
-            self._land()
+        while self._in_flight and (bucket is None or any(bucket == flying[1] for flying in self._in_flight)):
+            self._finish_oldest()
 
     @property
     def open(self) -> bool:
         """Whether a round has begun and not ended."""
         return self._open
 
-    def forget(self, params: Sequence[int] | None = None) -> None:
+    def drop(self, params: Sequence[int] | None = None) -> None:
         """Drop the gradients of some parameters, or of all."""
         if params is None:
             self.finish()
             # Those that are under way at the end of backward have no part yet, and should not.
-            late = self._order[-_UNDER_WAY:] if not self._plan.whole else list(self.kept)
-            on_host = {bucket: part for bucket, part in self.kept.items() if part.device.type == "cpu"}
+            used_elsewhere = self._order[-_UNDER_WAY:] if not self._plan.whole else list(self.sums)
+            on_host = {bucket: part for bucket, part in self.sums.items() if part.device.type == "cpu"}
             # An inner optimizer may keep a gradient that it has seen.
             alone = _holders(torch.empty(0))
-            self._spare = {b: part for b, part in on_host.items() if b not in late and _holders(part) == alone}
-            self.kept, self.used, self._stale = {}, set(), set()
+            self._reusable = {
+                b: part for b, part in on_host.items() if b not in used_elsewhere and _holders(part) == alone
+            }
+            self.sums, self.used, self._stale = {}, set(), set()
         else:
             gone = self.used.intersection(params)
             if gone:
@@ -148,24 +154,24 @@ class Reduction:
             self._stale |= gone
             self.used.difference_update(params)
 
-    def drop_stale(self) -> None:
+    def zero_stale(self) -> None:
         """Zero what is kept of gradients that were dropped and have not come again."""
-        for bucket, kept in self.kept.items():
-            self._clear_stale(bucket, kept)
+        for bucket, sums in self.sums.items():
+            self._clear_stale(bucket, sums)
         self._stale = set()
 
-    def adopt(self, before: Reduction) -> None:
+    def take_over(self, before: Reduction) -> None:
         """Take over what an earlier plan has kept; its buckets are the first of this one."""
         if before.open:
-            before.flush()
+            before.launch_missing()
         before.finish()
-        self.rounds = before.rounds
-        self.kept, self.used, self._stale = before.kept, before.used, before._stale
+        self.passes = before.passes
+        self.sums, self.used, self._stale = before.sums, before.used, before._stale
 
     # ------------------------------------------------------------------ launching
 
     def _begin(self) -> None:
-        self._on_begin()
+        self._on_pass_begin()
         trainable = [param.requires_grad for param in self._plan.params]
         if trainable != self._trainable:
             self._trainable = trainable
@@ -180,8 +186,8 @@ class Reduction:
         self._open = False
         self._scratch.trim()
         for exchange in {id(exchange): exchange for exchange in self._plan.exchanges}.values():
-            exchange.rest()
-        self.rounds += 1
+            exchange.release_scratch()
+        self.passes += 1
 
     def _launch_full(self) -> bool:
         while self._next < len(self._order) and not self._missing[self._order[self._next]]:
@@ -193,44 +199,44 @@ class Reduction:
 
     def _launch(self) -> None:
         bucket = self._order[self._next]
-        while len(self._flying) >= _UNDER_WAY:
-            self._land()
+        while len(self._in_flight) >= _UNDER_WAY:
+            self._finish_oldest()
         memory = self._memory(bucket)
         self._write_small(bucket)
         for slot in self._plan.layout.buckets[bucket].slots:
             if slot.param not in self._written:
                 memory[slot.span.start : slot.span.stop].zero_()
-        with self._clock.phase("reduce", bucket):
+        with self._timer.phase("reduce", bucket):
             reducing = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
-        self._flying.append((self.rounds, bucket, reducing, memory))
+        self._in_flight.append((self.passes, bucket, reducing, memory))
         del self._buffers[bucket], self._missing[bucket]
         self._next += 1
 
-    def _land(self) -> None:
-        _, bucket, reducing, memory = self._flying.popleft()
-        with self._clock.waiting("reduce", bucket):
-            part = self._across(reducing.finish(self._spare.pop(bucket, None)))
-        self._keep(bucket, self._gathered(bucket, part, memory) if self._plan.whole else part)
+    def _finish_oldest(self) -> None:
+        _, bucket, reducing, memory = self._in_flight.popleft()
+        with self._timer.waiting("reduce", bucket):
+            part = self._sum_replicas(reducing.finish(self._reusable.pop(bucket, None)))
+        self._add_sum(bucket, self._gathered(bucket, part, memory) if self._plan.whole else part)
         if self._plan.exchanges[bucket].blocks_host and not self._plan.whole:
             self._scratch.give(memory)
 
-    def _land_earlier_rounds(self) -> None:
-        while self._flying and self._flying[0][0] != self.rounds:
-            self._land()
+    def _finish_earlier_passes(self) -> None:
+        while self._in_flight and self._in_flight[0][0] != self.passes:
+            self._finish_oldest()
 
     def _gathered(self, bucket: int, part: Tensor, memory: Tensor) -> Tensor:
         """The whole of a reduced bucket, where everybody wants all gradients."""
         where = self._plan.layout.buckets[bucket]
         owned = where.owned(self._plan.rank)
         memory[owned.start : owned.stop].copy_(part)
-        with self._clock.waiting("gather gradients", bucket):
+        with self._timer.waiting("gather gradients", bucket):
             self._plan.exchanges[bucket].gather(memory, where).wait()
         return memory
 
-    def _keep(self, bucket: int, part: Tensor) -> None:
-        before = self.kept.get(bucket)
+    def _add_sum(self, bucket: int, part: Tensor) -> None:
+        before = self.sums.get(bucket)
         if before is None:
-            self.kept[bucket] = part
+            self.sums[bucket] = part
         else:
             self._clear_stale(bucket, before)
             before.add_(part)
@@ -280,15 +286,15 @@ class Reduction:
         else:
             view.copy_(grad).mul_(self._plan.scale)
 
-    def _clear_stale(self, bucket: int, kept: Tensor) -> None:
+    def _clear_stale(self, bucket: int, sums: Tensor) -> None:
         if not self._stale:
             return
         where = self._plan.layout.buckets[bucket]
         start = 0 if self._plan.whole else where.owned(self._plan.rank).start
         for slot in where.slots:
             if slot.param in self._stale:
-                span = slot.span.intersect(Span(start, start + kept.numel())).shift(-start)
-                kept[span.start : span.stop].zero_()
+                span = slot.span.intersect(Span(start, start + sums.numel())).shift(-start)
+                sums[span.start : span.stop].zero_()
 
 
 def _holders(tensor: Tensor) -> int:

@@ -18,34 +18,39 @@ from zerostep.comm.transport import Transport
 from zerostep.errors import VerificationError
 from zerostep.plan.groups import Group
 from zerostep.plan.layout import ParamSpec
-from zerostep.plan.layout_planner import Blueprint
+from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.tensors import flat_alias
 
-__all__ = ["Witness"]
+__all__ = ["ReferenceOptimizer"]
 
 logger = logging.getLogger("zerostep")
 
 _ORDER_OF_A_SUM = 1e-6
 
 
-class Witness:
+class ReferenceOptimizer:
     """Copies of all parameters, and an unsharded optimizer over them."""
 
     def __init__(
-        self, blueprint: Blueprint, groups: Sequence[Group], specs: Sequence[ParamSpec], everyone: Transport, steps: int
+        self,
+        planner: LayoutPlanner,
+        groups: Sequence[Group],
+        specs: Sequence[ParamSpec],
+        everyone: Transport,
+        steps: int,
     ) -> None:
-        self._blueprint, self._everyone, self._left, self._steps = blueprint, everyone, steps, 0
+        self._planner, self._everyone, self._left, self._steps = planner, everyone, steps, 0
         self._specs = list(specs)
         self._copies: list[nn.Parameter] = []
         self._local: dict[int, Tensor] = {}
-        self._inners = InnerOptimizers([], [], blueprint.common, blueprint.defaults)
+        self._inners = InnerOptimizers([], [], planner.default_class, planner.defaults)
         for group in groups:
             self.add(group, specs)
 
     def add(self, group: Group, specs: Sequence[ParamSpec]) -> None:
         """Take in a further group; `specs` are those of all parameters."""
-        wanted, self._specs = self._blueprint.settings.master_dtype, list(specs)
+        wanted, self._specs = self._planner.settings.master_dtype, list(specs)
         copies = [nn.Parameter(_master(param.detach().clone(), wanted)) for param in group["params"]]
         self._copies += copies
         self._inners.add(group, copies)
@@ -55,19 +60,19 @@ class Witness:
         """Whether everything that was to be compared has been."""
         return self._left <= 0
 
-    def note(self, param: int, grad: Tensor, held: bool) -> None:
+    def note(self, param: int, grad: Tensor, accumulate: bool) -> None:
         """A gradient as autograd made it; it comes on top of an earlier one if `held`."""
         before = self._local.get(param)
         dense = grad.detach().to_dense()
-        self._local[param] = dense.clone() if before is None or not held else before + dense
+        self._local[param] = dense.clone() if before is None or not accumulate else before + dense
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """All gradients were dropped."""
         self._local = {}
 
     def check_sums(self, sums: Mapping[int, Tensor]) -> None:
         """Compare the sums of this step, by parameter, with what a plain all-reduce makes of the noted gradients."""
-        dtype = self._blueprint.settings.reduce_dtype
+        dtype = self._planner.settings.reduce_dtype
         for index in sorted(sums):
             mine = self._local.get(index, torch.zeros_like(self._copies[index], dtype=sums[index].dtype))
             mine = mine.to(dtype) if dtype is not None and mine.is_floating_point() else mine

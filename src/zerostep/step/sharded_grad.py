@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["GradientKeeper", "ShardedGradient"]
+__all__ = ["GradOps", "ShardedGradient"]
 
 _REASON = (
     "the gradient of this parameter was summed over the ranks during backward(), and each rank kept only the part it "
@@ -27,7 +27,7 @@ _REASON = (
 _aten = torch.ops.aten
 
 
-class GradientKeeper(Protocol):
+class GradOps(Protocol):
     """Who holds the parts that a gradient stands for."""
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
@@ -157,8 +157,8 @@ _HARMLESS = frozenset(
 )
 
 
-def _keeper(gradient: ShardedGradient) -> GradientKeeper:
-    found: GradientKeeper | None = gradient.keeper()
+def _keeper(gradient: ShardedGradient) -> GradOps:
+    found: GradOps | None = gradient.keeper()
     if found is None:
         raise RuntimeError("the optimizer that held this gradient is gone")
     return found
@@ -190,7 +190,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _by_keeper(gradients: Sequence[Tensor]) -> list[tuple[GradientKeeper | None, list[int]]]:
+def _by_keeper(gradients: Sequence[Tensor]) -> list[tuple[GradOps | None, list[int]]]:
     """Gradients of several optimizers, and ordinary ones, may stand in one list."""
     keepers = [_keeper(each) if isinstance(each, ShardedGradient) else None for each in gradients]
     order = list(dict.fromkeys(keepers))
@@ -214,7 +214,7 @@ def _edit_all(func: Any, args: Any, kwargs: Any) -> None:
         if keeper is None:
             func(part, *others, **kwargs)
         else:
-            keeper.edit([each.param for each in part], lambda kept: func([kept], *others, **kwargs))
+            keeper.edit([each.param for each in part], lambda sums: func([sums], *others, **kwargs))
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.profiler import record_function
 
-__all__ = ["Clock", "Stats"]
+__all__ = ["PhaseTimer", "Stats"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stats:
     wait_seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Clock:
+class PhaseTimer:
     """Names the phases of a step for profilers, and counts the time spent waiting in each."""
 
     def __init__(self) -> None:

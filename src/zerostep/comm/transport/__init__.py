@@ -21,18 +21,18 @@ import torch.distributed as dist
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
-from zerostep.comm.transport.protocol import EvenParts, Parcel, Piece, Transport
-from zerostep.comm.transport.transfer import Flight
+from zerostep.comm.transport.protocol import BucketMemory, EvenParts, Message, Transport
+from zerostep.comm.transport.transfer import Transfer
 from zerostep.errors import TransportError
 
 __all__ = [
+    "BucketMemory",
     "CompanionTransport",
     "EvenParts",
-    "Flight",
     "GroupTransport",
+    "Message",
     "NullTransport",
-    "Parcel",
-    "Piece",
+    "Transfer",
     "Transport",
     "TransportError",
     "connect",

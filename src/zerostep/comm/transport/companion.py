@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.group import GroupTransport, as_bytes, as_real
-from zerostep.comm.transport.protocol import Parcel, Piece, Transport
-from zerostep.comm.transport.transfer import Flight, land_all, start
+from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
+from zerostep.comm.transport.transfer import Transfer, start, wait_all
 from zerostep.errors import TransportError
 
 __all__ = ["CompanionTransport"]
@@ -31,33 +31,33 @@ class CompanionTransport(GroupTransport):
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         self._gloo: Any = gloo
-        self._flights: set[Flight] = set()
+        self._transfers: set[Transfer] = set()
         _companions.add(self)
         # Whoever goes first must not leave the others with messages that nobody takes: their sockets would fail.
-        finalize(self, land_all, self._flights).atexit = False
+        finalize(self, wait_all, self._transfers).atexit = False
         self.rank = gloo.rank()
         self.world_size = gloo.size()
 
     @classmethod
-    def over(cls, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> CompanionTransport:
+    def over(cls, unpack: Any, rank: int, world_size: int, timeout: timedelta | None) -> CompanionTransport:
         """Connect the ranks that meet at `store`; a collective."""
         with _patient_threads():
-            gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout or distributed_c10d.default_pg_timeout)
+            gloo = dist.ProcessGroupGloo(unpack, rank, world_size, timeout or distributed_c10d.default_pg_timeout)
         companion = cls(gloo)
         companion.all_gather_ints([0])  # nobody may drop it while others are still connecting
         return companion
 
-    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
         """Bring every owner's part to every rank, through host memory."""
-        return super().gather([_Staged(parcel) for parcel in parcels], status, fingerprint)
+        return super().gather([_Staged(bucket_memory) for bucket_memory in bucket_memories], status, fingerprint)
 
     def stream_ordered(self, device: torch.device) -> bool:
         """Never."""
         return False
 
-    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+    def meets_on_host(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """Always, if there is anything to gather."""
-        return bool(parcels)
+        return bool(bucket_memories)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
@@ -66,20 +66,20 @@ class CompanionTransport(GroupTransport):
         start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
 
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Flight:
-        data, story = as_bytes(memory), f"sending to rank {to}"
-        return start(lambda: self._gloo.send([data], to, tag), memory, story, self._flights)
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
+        data, description = as_bytes(memory), f"sending to rank {to}"
+        return start(lambda: self._gloo.send([data], to, tag), memory, description, self._transfers)
 
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Flight:
-        data, story = as_bytes(memory), f"receiving from rank {source}"
-        return start(lambda: self._gloo.recv([data], source, tag), memory, story, self._flights)
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
+        data, description = as_bytes(memory), f"receiving from rank {source}"
+        return start(lambda: self._gloo.recv([data], source, tag), memory, description, self._transfers)
 
-    def start_all_reduce(self, memory: Tensor) -> Flight:
+    def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""
-        story = f"the all-reduce of {self.world_size} ranks"
-        return start(lambda: self._gloo.allreduce([as_real(memory)]), memory, story)
+        description = f"the all-reduce of {self.world_size} ranks"
+        return start(lambda: self._gloo.allreduce([as_real(memory)]), memory, description)
 
-    def _start_broadcast(self, memory: Tensor, source: int) -> Flight:
+    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         data = as_bytes(memory)
         return start(lambda: self._gloo.broadcast(data, source), memory, f"the broadcast of rank {source}")
 
@@ -95,7 +95,7 @@ _companions: WeakSet[CompanionTransport] = WeakSet()
 def _end_companions() -> None:
     """torch ends the groups that it has names for. The threads of ours must not outlive the interpreter."""
     for companion in list(_companions):
-        land_all(companion._flights)
+        wait_all(companion._transfers)
         companion._gloo = None
 
 
@@ -125,26 +125,28 @@ class _Staged:
 
     device = torch.device("cpu")
 
-    def __init__(self, parcel: Parcel) -> None:
-        self._parcel = parcel
+    def __init__(self, bucket_memory: BucketMemory) -> None:
+        self._flat_bucket = bucket_memory
 
     def attach(self) -> None:
-        self._parcel.attach()
+        self._flat_bucket.attach()
 
-    def pieces(self, owner: int) -> Sequence[Piece]:
-        pieces = self._parcel.pieces(owner)
-        return pieces if self._parcel.device == self.device else [_StagedPiece(piece) for piece in pieces]
+    def messages(self, owner: int) -> Sequence[Message]:
+        messages = self._flat_bucket.messages(owner)
+        return (
+            messages if self._flat_bucket.device == self.device else [_StagedMessage(message) for message in messages]
+        )
 
 
 @dataclass(frozen=True)
-class _StagedPiece:
-    piece: Piece
+class _StagedMessage:
+    message: Message
 
-    def load(self) -> Tensor:
-        return self.piece.load().cpu()
+    def pack(self) -> Tensor:
+        return self.message.pack().cpu()
 
-    def room(self) -> Tensor:
-        return torch.empty_like(self.piece.room(), device="cpu")
+    def buffer(self) -> Tensor:
+        return torch.empty_like(self.message.buffer(), device="cpu")
 
-    def store(self, memory: Tensor) -> None:
-        self.piece.store(self.piece.room().copy_(memory))
+    def unpack(self, memory: Tensor) -> None:
+        self.message.unpack(self.message.buffer().copy_(memory))

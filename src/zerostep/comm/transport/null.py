@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport.protocol import Parcel, Transport
-from zerostep.comm.transport.transfer import Done, Flight
+from zerostep.comm.transport.protocol import BucketMemory, Transport
+from zerostep.comm.transport.transfer import CompletedWork, Transfer
 from zerostep.errors import TransportError
 
 __all__ = ["NullTransport"]
@@ -25,11 +25,11 @@ class NullTransport:
         """There is no transfer to wait for."""
         return device.type != "cpu"
 
-    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
         """Nothing to bring."""
         return [status]
 
-    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+    def meets_on_host(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """Nobody to meet."""
         return False
 
@@ -40,26 +40,26 @@ class NullTransport:
     def broadcast(self, memory: Tensor, source: int) -> None:
         """`memory` is already everywhere."""
 
-    def start_send(self, memory: Tensor, to: int, tag: int = 0) -> Flight:
+    def start_send(self, memory: Tensor, to: int, tag: int = 0) -> Transfer:
         """There is no other rank."""
         raise TransportError(f"cannot send to rank {to}: this is a world of one")
 
-    def start_receive(self, memory: Tensor, source: int, tag: int = 0) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = 0) -> Transfer:
         """There is no other rank."""
         raise TransportError(f"cannot receive from rank {source}: this is a world of one")
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """The sum over one rank."""
         output.copy_(parts[0])
-        return Flight(Done(), output, "")
+        return Transfer(CompletedWork(), output, "")
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """Every part is here."""
-        return Flight(Done(), memory, "")
+        return Transfer(CompletedWork(), memory, "")
 
-    def start_all_reduce(self, memory: Tensor) -> Flight:
+    def start_all_reduce(self, memory: Tensor) -> Transfer:
         """The sum over one rank."""
-        return Flight(Done(), memory, "")
+        return Transfer(CompletedWork(), memory, "")
 
     def companion(self) -> Transport:
         """Itself: no order to keep."""

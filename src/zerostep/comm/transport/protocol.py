@@ -8,25 +8,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport.transfer import Flight
+from zerostep.comm.transport.transfer import Transfer
 
-__all__ = ["EvenParts", "Parcel", "Piece", "Transport"]
+__all__ = ["BucketMemory", "EvenParts", "Message", "Transport"]
 
 
-class Piece(Protocol):
+class Message(Protocol):
     """A stretch of one owner's part of a bucket that travels as one message."""
 
-    def load(self) -> Tensor:
+    def pack(self) -> Tensor:
         """The elements as one-dimensional contiguous memory, to be sent."""
 
-    def room(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """Memory of the same kind to receive them into."""
 
-    def store(self, memory: Tensor) -> None:
+    def unpack(self, memory: Tensor) -> None:
         """Take over received memory."""
 
 
-class Parcel(Protocol):
+class BucketMemory(Protocol):
     """What a transport needs of one bucket: every owner's part, in pieces that all ranks cut alike."""
 
     @property
@@ -36,7 +36,7 @@ class Parcel(Protocol):
     def attach(self) -> None:
         """Follow parameters whose `.data` was bound to other memory; before each gather."""
 
-    def pieces(self, owner: int) -> Sequence[Piece]:
+    def messages(self, owner: int) -> Sequence[Message]:
         """The part of `owner`; empty if it owns nothing here."""
 
 
@@ -58,14 +58,14 @@ class Transport(Protocol):
     def stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a transfer of `device` memory only orders streams and never blocks the host."""
 
-    def gather(self, parcels: Sequence[Parcel], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
         """Bring every owner's part to every rank.
 
         Where hosts wait for each other anyway, a word goes first: the returned status of every rank, and a fingerprint
         of what is about to be sent, which must be the same on all. Elsewhere only this rank's own status is returned.
         """
 
-    def meets_on_host(self, parcels: Sequence[Parcel]) -> bool:
+    def meets_on_host(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """Whether a word goes before these parcels."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -74,19 +74,19 @@ class Transport(Protocol):
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
 
-    def start_send(self, memory: Tensor, to: int, tag: int = ...) -> Flight:
+    def start_send(self, memory: Tensor, to: int, tag: int = ...) -> Transfer:
         """Start sending contiguous `memory`, on the wire device, to one rank; messages of one tag keep their order."""
 
-    def start_receive(self, memory: Tensor, source: int, tag: int = ...) -> Flight:
+    def start_receive(self, memory: Tensor, source: int, tag: int = ...) -> Transfer:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """Start summing every rank's `parts`, views of `memory`, each to its rank's `output`; in stream order."""
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Flight:
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """Start bringing every rank's own one of `parts`, views of `memory`, to all ranks; in stream order."""
 
-    def start_all_reduce(self, memory: Tensor) -> Flight:
+    def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory` over all ranks, in place."""
 
     def companion(self) -> Transport:

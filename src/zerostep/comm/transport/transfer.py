@@ -14,13 +14,13 @@ from torch import Tensor
 
 from zerostep.errors import TransportError
 
-__all__ = ["Done", "Flight", "Trouble", "land_all", "start"]
+__all__ = ["CompletedWork", "FirstError", "Transfer", "start", "wait_all"]
 
 _PARTING_SECONDS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class Transfer:
     """A transfer under way. It keeps the memory alive that the backend still reads or writes.
 
     `others` are all that nobody has waited for yet, this one included.
@@ -28,23 +28,23 @@ class Flight:
 
     work: Any
     memory: Tensor
-    story: str
-    others: set[Flight] = field(default_factory=set)
+    description: str
+    others: set[Transfer] = field(default_factory=set)
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
         self.others.discard(self)
-        with _telling(self.story):
+        with _describing_errors(self.description):
             self.work.wait()
         return self.memory
 
 
-def start(call: Callable[[], Any], memory: Tensor, story: str, others: set[Flight] | None = None) -> Flight:
+def start(call: Callable[[], Any], memory: Tensor, description: str, others: set[Transfer] | None = None) -> Transfer:
     """Start a transfer. A peer that is gone already is noticed here, one that goes later in `Flight.wait`."""
-    with _telling(story), _unrecorded(memory):
+    with _describing_errors(description), _unrecorded(memory):
         if others is None:
-            return Flight(call(), memory, story)
-        found = Flight(call(), memory, story, others)
+            return Transfer(call(), memory, description)
+        found = Transfer(call(), memory, description, others)
         others.add(found)
         return found
 
@@ -62,25 +62,25 @@ def _unrecorded(memory: Tensor) -> Iterator[None]:
         torch._C._autograd._enable_record_function(True)
 
 
-def land_all(flights: set[Flight]) -> None:
+def wait_all(transfers: set[Transfer]) -> None:
     """Wait for all that is under way, but not for long: the others may be gone, or have failed before they sent."""
     end = time.monotonic() + _PARTING_SECONDS
-    while flights:
+    while transfers:
         left = max(end - time.monotonic(), 0.001)
         with suppress(RuntimeError):
-            flights.pop().work.wait(timedelta(seconds=left))
+            transfers.pop().work.wait(timedelta(seconds=left))
 
 
 @contextmanager
-def _telling(story: str) -> Iterator[None]:
+def _describing_errors(description: str) -> Iterator[None]:
     """A backend's own errors name a socket; ours name the rank."""
     try:
         yield
     except RuntimeError as error:
-        raise TransportError(f"{story} failed: {error}") from error
+        raise TransportError(f"{description} failed: {error}") from error
 
 
-class Trouble:
+class FirstError:
     """The first transfer that failed; those after it go on."""
 
     def __init__(self) -> None:
@@ -95,13 +95,13 @@ class Trouble:
         self._first = self._first or error
         return True
 
-    def tell(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise it, if there was one."""
         if self._first is not None:
             raise self._first
 
 
-class Done:
+class CompletedWork:
     """Nothing is under way."""
 
     def wait(self) -> None:

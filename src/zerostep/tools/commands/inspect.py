@@ -33,7 +33,7 @@ Examples:
 
 
 @dataclass(frozen=True)
-class File:
+class FileSummary:
     """One rank's file: what its rank owned, and what is wrong with it, if anything."""
 
     name: str
@@ -59,7 +59,7 @@ class Contents:
     model_entries: int | None
     state: dict[str, int]
     extra: list[str]
-    files: list[File]
+    files: list[FileSummary]
     verified: bool
 
 
@@ -99,7 +99,7 @@ def _contents(path: Path, check: bool) -> Contents:
     )
 
 
-def _files(path: Path, manifest: Manifest, check: bool) -> list[File]:
+def _files(path: Path, manifest: Manifest, check: bool) -> list[FileSummary]:
     found = []
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
         for rank, record in enumerate(manifest.files):
@@ -110,7 +110,7 @@ def _files(path: Path, manifest: Manifest, check: bool) -> list[File]:
                 trouble = str(error)
             fragments = list(manifest.layout.fragments(rank))
             elements = sum(fragment.part.length for fragment in fragments)
-            found.append(File(record.name, record.nbytes, elements, len(fragments), trouble))
+            found.append(FileSummary(record.name, record.nbytes, elements, len(fragments), trouble))
     return found
 
 
@@ -119,7 +119,7 @@ def _state(path: Path, manifest: Manifest) -> dict[str, int]:
     reader = Reader(path, manifest)
     for number in reader.with_state:
         numel = reader.spec(number).numel
-        for key, dtype in reader.like_keys(number).items():
+        for key, dtype in reader.per_element_keys(number).items():
             sizes[f"{key} ({dtype_name(dtype)})"] += numel * dtype.itemsize
     return dict(sizes)
 
@@ -144,7 +144,7 @@ def _print(contents: Contents, console: Console) -> None:
         say("intact: every file has its checksum" if contents.verified else "complete; checksums not compared")
 
 
-def _table(files: Sequence[File], verified: bool) -> Table:
+def _table(files: Sequence[FileSummary], verified: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("file", "size", "elements", "parameters", "checksum"):
         table.add_column(name, justify="left" if name in ("file", "checksum") else "right", no_wrap=True)

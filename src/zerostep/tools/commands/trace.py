@@ -88,11 +88,11 @@ def _collected(
         raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
     if script is None:
         return in_order([read(path, place) for place, path in enumerate(reads)])
-    from zerostep.tools.tracing.collect import Job, collect
+    from zerostep.tools.tracing.collect import TraceJob, collect
 
     number = _STEP if step is None else step
     with console.status(f"running {script.name} on {ranks} ranks up to step {number}"):
-        return collect(Job(script, arguments, ranks, number, timeout))
+        return collect(TraceJob(script, arguments, ranks, number, timeout))
 
 
 def _write_chrome(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from zerostep.plan.layout_planner import Blueprint, Settings, in_order
-from zerostep.tools.planner.memory import Job, Memory, replicated, sharded, whole_parameters
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.tools.planner.memory import Memory, TrainingJob, replicated, sharded, whole_parameters
 
-__all__ = ["CHOICES", "SETTINGS", "Choice", "Part", "parts", "predicted"]
+__all__ = ["CHOICES", "SETTINGS", "Choice", "ClassParams", "parts", "predicted"]
 
 SETTINGS = Settings(gather="forward")
 
@@ -28,7 +28,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Part:
+class ClassParams:
     """Parameters that one class trains."""
 
     kind: type[Optimizer]
@@ -44,16 +44,16 @@ CHOICES: Mapping[str, Choice] = {
 }
 
 
-def parts(choice: Choice, model: nn.Module) -> list[Part]:
+def parts(choice: Choice, model: nn.Module) -> list[ClassParams]:
     """Who trains what; matrices first."""
     named = list(model.named_parameters())
     if choice.matrices is None:
-        return [Part(choice.common, choice.options, named)]
+        return [ClassParams(choice.common, choice.options, named)]
     inside = [(name, param) for name, param in named if _is_hidden_matrix(name, param)]
     rest = [(name, param) for name, param in named if not _is_hidden_matrix(name, param)]
     return [
-        Part(choice.matrices, choice.matrix_options or {}, inside),
-        Part(choice.common, choice.options, rest),
+        ClassParams(choice.matrices, choice.matrix_options or {}, inside),
+        ClassParams(choice.common, choice.options, rest),
     ]
 
 
@@ -70,10 +70,10 @@ def groups(choice: Choice, model: nn.Module) -> list[dict[str, Any]]:
 def predicted(choice: Choice, model: nn.Module, ranks: int, on_host: bool) -> list[list[Memory]]:
     """What the planner says of plain DDP, the drop-in and `ShardedOptimizer`, for each rank."""
     order = in_order(model.parameters())
-    blueprint = Blueprint(choice.common, choice.options, SETTINGS, order)
-    complete = [blueprint.complete(group) for group in groups(choice, model)]
-    job = Job(
-        blueprint,
+    planner = LayoutPlanner(choice.common, choice.options, SETTINGS, order)
+    complete = [planner.complete(group) for group in groups(choice, model)]
+    job = TrainingJob(
+        planner,
         complete,
         names=[name for name, _ in model.named_parameters()],
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
@@ -81,7 +81,7 @@ def predicted(choice: Choice, model: nn.Module, ranks: int, on_host: bool) -> li
         gradients_are_views=True,
     )
     plain, dropped_in = replicated(job), whole_parameters(job, ranks)
-    cut = sharded(job, blueprint.plan(complete, ranks))
+    cut = sharded(job, planner.plan(complete, ranks))
     return [[plain.memory(0), dropped_in.memory(rank), cut.memory(rank)] for rank in range(ranks)]
 
 

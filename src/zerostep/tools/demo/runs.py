@@ -153,8 +153,8 @@ def _optimizer(part: Any, sharded: bool) -> Optimizer:
 def _gradient_bytes(optimizer: ShardedOptimizer) -> int:
     """What the gradients take: owned sums, buckets under way, and room for what is received."""
     reduction = optimizer._running.reduction
-    flying = [[memory, *getattr(found, "rooms", {}).values()] for _, _, found, memory in reduction._flying]
-    return _memory([*reduction.kept.values(), *(tensor for tensors in flying for tensor in tensors)])
+    flying = [[memory, *getattr(found, "rooms", {}).values()] for _, _, found, memory in reduction._in_flight]
+    return _memory([*reduction.sums.values(), *(tensor for tensors in flying for tensor in tensors)])
 
 
 def _state_bytes(optimizers: Sequence[Optimizer]) -> int:

@@ -104,7 +104,7 @@ def _run_report(data: dict[str, Any]) -> RunReport:
 
 
 @dataclass
-class _Record:
+class _RunLog:
     run: Run
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -122,18 +122,18 @@ def _train(asked: dict[str, Any], progress: str) -> list[dict[str, Any]]:
         DdpRun(models[1], choice, sharded=True),
         ShardedRun(models[2], choice),
     ]
-    records = [_Record(run) for run in runs]
+    logs = [_RunLog(run) for run in runs]
     source, random = text(), torch.Generator().manual_seed(SEED + dist.get_rank())
     for first in range(0, demo.steps, BLOCK):
         count = min(BLOCK, demo.steps - first)
         block = [windows(source, BATCH, shape.context + 1, random).to(device) for _ in range(count)]
-        for record in records:
-            _train_block(record, block, device)
-            _tell(progress, record)
+        for log in logs:
+            _train_block(log, block, device)
+            _tell(progress, log)
     plain = list(models[0].parameters())
     differences = [largest_difference(plain, model.parameters()) for model in models]
     sizes = [Sizes(plan.parameters, plan.gradients + plan.scratch_at_end, plan.state) for plan in plans]
-    return [_report(*each, demo.steps, device) for each in zip(records, sizes, differences, strict=True)]
+    return [_report(*each, demo.steps, device) for each in zip(logs, sizes, differences, strict=True)]
 
 
 def _model(shape: GPTShape, device: torch.device) -> GPT:
@@ -141,37 +141,37 @@ def _model(shape: GPTShape, device: torch.device) -> GPT:
     return GPT(shape).to(device)
 
 
-def _train_block(record: _Record, block: Sequence[Tensor], device: torch.device) -> None:
+def _train_block(log: _RunLog, block: Sequence[Tensor], device: torch.device) -> None:
     synchronise(device)
     dist.barrier()
-    waited, start = record.run.waited(), time.perf_counter()
-    losses = [record.run.step(window).detach() for window in block]
-    record.run.settle()
+    waited, start = log.run.waited(), time.perf_counter()
+    losses = [log.run.step(window).detach() for window in block]
+    log.run.settle()
     synchronise(device)
-    record.step_seconds.append((time.perf_counter() - start) / len(block))
-    record.waited.append((record.run.waited() - waited) / len(block))
-    record.losses += [loss.item() for loss in losses]
+    log.step_seconds.append((time.perf_counter() - start) / len(block))
+    log.waited.append((log.run.waited() - waited) / len(block))
+    log.losses += [loss.item() for loss in losses]
 
 
-def _tell(path: str, record: _Record) -> None:
+def _tell(path: str, log: _RunLog) -> None:
     if dist.get_rank() == 0:
         with Path(path).open("a") as lines:
-            lines.write(json.dumps(asdict(Progress(record.run.name, len(record.losses), record.losses[-1]))) + "\n")
+            lines.write(json.dumps(asdict(Progress(log.run.name, len(log.losses), log.losses[-1]))) + "\n")
 
 
-def _report(record: _Record, sizes: Sizes, difference: float, steps: int, device: torch.device) -> dict[str, Any]:
+def _report(log: _RunLog, sizes: Sizes, difference: float, steps: int, device: torch.device) -> dict[str, Any]:
     # The first block warms up.
-    seconds, waited = (values[1:] or values for values in (record.step_seconds, record.waited))
+    seconds, waited = (values[1:] or values for values in (log.step_seconds, log.waited))
     report = RunReport(
-        name=record.run.name,
+        name=log.run.name,
         predicted=sizes,
-        measured=record.run.sizes(),
+        measured=log.run.sizes(),
         step_ms=1e3 * statistics.median(seconds),
-        wire_bytes=record.run.wire_bytes(steps),
-        counted=record.run.counted,
+        wire_bytes=log.run.wire_bytes(steps),
+        counted=log.run.counted,
         exposed_ms=1e3 * statistics.median(waited) if device.type == "cpu" else None,
-        first_loss=record.losses[0],
-        last_loss=record.losses[-1],
+        first_loss=log.losses[0],
+        last_loss=log.losses[-1],
         difference=difference,
     )
     return asdict(report)

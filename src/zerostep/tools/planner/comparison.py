@@ -15,11 +15,19 @@ from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.tools.planner.errors import PlanError
 from zerostep.tools.planner.forecast import Strategy, Traffic, wire_bytes
-from zerostep.tools.planner.memory import Job, Memory, Shares, fully_sharded, replicated, sharded, whole_parameters
+from zerostep.tools.planner.memory import (
+    Memory,
+    RankBytes,
+    TrainingJob,
+    fully_sharded,
+    replicated,
+    sharded,
+    whole_parameters,
+)
 from zerostep.tools.planner.recipe import Recipe
 from zerostep.tools.planner.sources import Source
 
-__all__ = ["Comparison", "Request", "Row", "compare", "shares_of"]
+__all__ = ["Comparison", "Request", "Row", "bytes_of_ranks", "compare"]
 
 _DDP_BUCKET_BYTES = 25 << 20
 
@@ -95,21 +103,23 @@ def compare(request: Request) -> Comparison:
     return Comparison(request, tuple(rows), traffic, len(layout.buckets))
 
 
-def shares_of(request: Request) -> dict[Strategy, Shares]:
+def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
     """Every strategy with the memory of every rank."""
     job, layout = _prepare(request)
     return dict(_shares(request, job, layout, _traffic(request, layout)))
 
 
-def _prepare(request: Request) -> tuple[Job, Layout]:
-    blueprint = request.recipe.blueprint(request.settings, request.source, request.device)
-    groups = request.recipe.groups(request.source, blueprint)
+def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
+    planner = request.recipe.planner(request.settings, request.source, request.device)
+    groups = request.recipe.groups(request.source, planner)
     names = [name for name, _ in request.source.params]
-    job = Job(blueprint, groups, names, request.source.buffer_bytes, request.on_host, request.gradients_are_views)
-    return job, blueprint.plan(groups, request.shards)
+    job = TrainingJob(planner, groups, names, request.source.buffer_bytes, request.on_host, request.gradients_are_views)
+    return job, planner.plan(groups, request.shards)
 
 
-def _shares(request: Request, job: Job, layout: Layout, traffic: Traffic) -> Iterator[tuple[Strategy, Shares]]:
+def _shares(
+    request: Request, job: TrainingJob, layout: Layout, traffic: Traffic
+) -> Iterator[tuple[Strategy, RankBytes]]:
     plain = replicated(job)
     yield Strategy.DDP, plain
     yield Strategy.WHOLE, whole_parameters(job, request.ranks)
@@ -119,7 +129,7 @@ def _shares(request: Request, job: Job, layout: Layout, traffic: Traffic) -> Ite
     yield Strategy.FULL, fully_sharded(plain.memory(0), request.shards, max(traffic.units))
 
 
-def _row(strategy: Strategy, shares: Shares, traffic: Traffic, request: Request) -> Row:
+def _row(strategy: Strategy, shares: RankBytes, traffic: Traffic, request: Request) -> Row:
     # What is kept of gradients is not under way: the totals of two nearly equal ranks may be the other way round.
     smallest, largest = sorted(map(shares.memory, shares.extremes), key=lambda memory: memory.total)
     wire = round(wire_bytes(strategy, traffic, request.ranks, request.shards))

@@ -13,12 +13,12 @@ from torch import Tensor
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.groups import Group, all_params, class_of
 from zerostep.plan.layout import Fragment, Layout, Slot
-from zerostep.plan.layout_planner import Blueprint
+from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.plan.ownership import Ownership
 from zerostep.tools.planner.backward import Terms, play
 from zerostep.tools.planner.state import StateModel
 
-__all__ = ["Job", "Memory", "Shares", "fully_sharded", "replicated", "sharded", "whole_parameters"]
+__all__ = ["Memory", "RankBytes", "TrainingJob", "fully_sharded", "replicated", "sharded", "whole_parameters"]
 
 _Member = TypeVar("_Member", Slot, Fragment)
 
@@ -46,10 +46,10 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What is trained, by complete groups, and where; `names` has the parameters in the model's order."""
 
-    blueprint: Blueprint
+    planner: LayoutPlanner
     groups: Sequence[Group]
     names: Sequence[str]
     buffer_bytes: int
@@ -73,12 +73,12 @@ class Job:
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype of the masters of parameters of a dtype, if they have any."""
-        wanted = self.blueprint.settings.master_dtype
+        wanted = self.planner.settings.master_dtype
         return wanted if wanted is not None and dtype.is_floating_point and dtype != wanted else None
 
 
 @dataclass(frozen=True)
-class Shares:
+class RankBytes:
     """The bytes of state and masters of every rank, one number for each, and the memory of single ranks on demand."""
 
     base: Memory
@@ -86,7 +86,7 @@ class Shares:
     masters: Tensor
     gradients: Tensor
     course: Layout | None = None
-    job: Job | None = None
+    job: TrainingJob | None = None
 
     @property
     def imbalance(self) -> float:
@@ -110,7 +110,7 @@ class Shares:
         if self.course is None or self.job is None:
             return found
         in_ddp = self.base.scratch > 0
-        terms = Terms(self.job.blueprint.settings.reduce_dtype, self.job.on_host, absorbs=in_ddp)
+        terms = Terms(self.job.planner.settings.reduce_dtype, self.job.on_host, absorbs=in_ddp)
         course = play(self.course, rank, map(self.course.index_of, reversed(self.job.names)), terms)
         return replace(
             found,
@@ -123,25 +123,25 @@ class Shares:
 # ---------------------------------------------------------------------- plain DDP and whole parameters
 
 
-def replicated(job: Job) -> Shares:
+def replicated(job: TrainingJob) -> RankBytes:
     """Plain DDP: every rank has everything, and DDP's buckets beside the gradients."""
     return _whole(job, [0] * len(all_params(job.groups)), 1)
 
 
-def whole_parameters(job: Job, world_size: int) -> Shares:
+def whole_parameters(job: TrainingJob, world_size: int) -> RankBytes:
     """`ZeroRedundancyOptimizer` in DDP: whole parameters have owners; one optimizer for each class."""
     owners = dict[int, int]()
-    for kind in {id(class_of(group, job.blueprint.common)) for group in job.groups}:
-        members = [group for group in job.groups if id(class_of(group, job.blueprint.common)) == kind]
+    for kind in {id(class_of(group, job.planner.default_class)) for group in job.groups}:
+        members = [group for group in job.groups if id(class_of(group, job.planner.default_class)) == kind]
         owners |= {id(param): rank for param, rank in Ownership(members, world_size).rank_of.items()}
     return _whole(job, [owners[id(param)] for param in all_params(job.groups)], world_size)
 
 
-def _whole(job: Job, owners: Sequence[int], world_size: int) -> Shares:
+def _whole(job: TrainingJob, owners: Sequence[int], world_size: int) -> RankBytes:
     state, masters = [0] * world_size, [0] * world_size
     places = iter(owners)
     for group in job.groups:
-        model = StateModel(job.blueprint, group)
+        model = StateModel(job.planner, group)
         for param in group["params"]:
             rank, wide = next(places), job.master_dtype(param.dtype)
             if param.requires_grad:
@@ -149,17 +149,17 @@ def _whole(job: Job, owners: Sequence[int], world_size: int) -> Shares:
                 masters[rank] += param.numel() * wide.itemsize if wide else 0
     base = Memory(job.parameter_bytes, 0, 0, 0, job.buffer_bytes, job.ddp_bytes, job.ddp_bytes)
     gradients = torch.full((world_size,), job.gradient_bytes)
-    return Shares(base, torch.tensor(state), torch.tensor(masters), gradients)
+    return RankBytes(base, torch.tensor(state), torch.tensor(masters), gradients)
 
 
 # ---------------------------------------------------------------------- ShardedOptimizer
 
 
-def sharded(job: Job, layout: Layout, in_ddp: bool = False) -> Shares:
+def sharded(job: TrainingJob, layout: Layout, in_ddp: bool = False) -> RankBytes:
     """`ShardedOptimizer`, over a bare module; or in DDP, whose buckets stay, and whose gradients do until the end."""
-    models = [StateModel(job.blueprint, group) for group in job.groups]
+    models = [StateModel(job.planner, group) for group in job.groups]
     state, masters, gradients = (torch.zeros(layout.world_size, dtype=torch.int64) for _ in range(3))
-    reduce_dtype = job.blueprint.settings.reduce_dtype
+    reduce_dtype = job.planner.settings.reduce_dtype
     for index, bucket in enumerate(layout.buckets):
         if bucket.trainable:
             dtype = getattr(torch, bucket.dtype)
@@ -170,7 +170,7 @@ def sharded(job: Job, layout: Layout, in_ddp: bool = False) -> Shares:
     whole = job.gradient_bytes if in_ddp else 0
     end = whole  # DDP's buckets, whether the gradients are views of them or not
     base = Memory(_flat_bytes(layout), 0, 0, 0, job.buffer_bytes, whole + (job.ddp_bytes if in_ddp else 0), end)
-    return Shares(base, state, masters, gradients, layout, job)
+    return RankBytes(base, state, masters, gradients, layout, job)
 
 
 def _flat_bytes(layout: Layout) -> int:
@@ -232,11 +232,11 @@ def _runs(layout: Layout, members: Iterable[_Member]) -> Iterator[list[_Member]]
 # ---------------------------------------------------------------------- full sharding
 
 
-def fully_sharded(plain: Memory, world_size: int, largest_unit: int) -> Shares:
+def fully_sharded(plain: Memory, world_size: int, largest_unit: int) -> RankBytes:
     """FSDP in numbers: everything divided, and the largest unit whole, with its gradients, while it runs."""
     state, masters, gradients = (
         torch.tensor([-(-each // world_size)]) for each in (plain.state, plain.masters, plain.gradients)
     )
     parameters = -(-plain.parameters // world_size)
     base = Memory(parameters, 0, 0, 0, plain.buffers, 2 * largest_unit, 0)
-    return Shares(base, state, masters, gradients)
+    return RankBytes(base, state, masters, gradients)

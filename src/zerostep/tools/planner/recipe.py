@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zerostep.plan.groups import Group, OptimizerClass, class_of, own_options
 from zerostep.plan.layout import ParamSpec
-from zerostep.plan.layout_planner import Blueprint, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
 from zerostep.tools.planner.errors import PlanError
 from zerostep.tools.planner.sources import Source, resolve
 
@@ -51,12 +51,12 @@ class Recipe:
             return self.common.title
         return f"{self.matrices.title} for matrices of blocks, {self.common.title} for the rest"
 
-    def blueprint(self, settings: Settings, source: Source, device: str) -> Blueprint:
+    def planner(self, settings: Settings, source: Source, device: str) -> LayoutPlanner:
         """The product's own planning, as if the parameters lay on `device`."""
         order = in_order(param for _, param in source.params)
         return _Placed(self.common.build, dict(self.common.options), settings, order, device)
 
-    def groups(self, source: Source, blueprint: Blueprint) -> list[Group]:
+    def groups(self, source: Source, planner: LayoutPlanner) -> list[Group]:
         """Parameter groups with all their options, from optimizers that are thrown away."""
         wanted: list[Group] = [{"params": list(source.params)}]
         if self.matrices is not None:
@@ -64,22 +64,22 @@ class Recipe:
             rest = [named for named in source.params if not is_hidden_matrix(*named)]
             own = {**self.matrices.options, "optimizer_class": self.matrices.build}
             wanted = [group for group in ({"params": inside, **own}, {"params": rest}) if group["params"]]
-        return [self._complete(group, blueprint) for group in wanted]
+        return [self._complete(group, planner) for group in wanted]
 
-    def _complete(self, group: Group, blueprint: Blueprint) -> Group:
-        kind = class_of(group, blueprint.common)
+    def _complete(self, group: Group, planner: LayoutPlanner) -> Group:
+        kind = class_of(group, planner.default_class)
         name = getattr(kind, "__name__", kind)
         try:
-            found = blueprint.complete(group)
+            found = planner.complete(group)
         except Exception as error:
             raise PlanError(f"{name} cannot hold these parameters: {error}: change --optimizer or --option") from error
-        _try(name, kind, found, blueprint)
+        _try(name, kind, found, planner)
         return found
 
 
-def _try(name: object, kind: OptimizerClass, group: Group, blueprint: Blueprint) -> None:
+def _try(name: object, kind: OptimizerClass, group: Group, planner: LayoutPlanner) -> None:
     """A class that is no optimizer, or that cannot make a step anywhere, is told now and not guessed at."""
-    constructor = blueprint.defaults if kind is blueprint.common else {}
+    constructor = planner.defaults if kind is planner.default_class else {}
     found = kind([{**own_options(group), "params": [nn.Parameter(torch.empty(2, 2, device="meta"))]}], **constructor)
     if not isinstance(found, Optimizer):
         raise PlanError(f"{name} makes a {type(found).__name__}: --optimizer must name a torch.optim.Optimizer class")
@@ -91,7 +91,7 @@ def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
 
 
 @dataclass(frozen=True)
-class _Placed(Blueprint):
+class _Placed(LayoutPlanner):
     """A blueprint for parameters without memory, which says where they would lie."""
 
     device: str = "cuda"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerostep.plan.cost import state_bytes
 from zerostep.plan.groups import Group, class_of, own_options
-from zerostep.plan.layout_planner import Blueprint
+from zerostep.plan.layout_planner import LayoutPlanner
 
 __all__ = ["StateModel"]
 
@@ -20,9 +20,9 @@ _LENGTHS = (64, 999, 20011)
 class StateModel:
     """The state of a group's parameters after a step, counters included."""
 
-    def __init__(self, blueprint: Blueprint, group: Group) -> None:
-        self._kind = class_of(group, blueprint.common)
-        self._constructor = blueprint.defaults if self._kind is blueprint.common else {}
+    def __init__(self, planner: LayoutPlanner, group: Group) -> None:
+        self._kind = class_of(group, planner.default_class)
+        self._constructor = planner.defaults if self._kind is planner.default_class else {}
         self._options = own_options(group)
         self.whole = lru_cache(maxsize=None)(self._measure)
         self._line = lru_cache(maxsize=None)(self._fit)

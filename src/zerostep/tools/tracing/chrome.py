@@ -26,7 +26,7 @@ def merged(traces: Sequence[RankTrace], views: Sequence[StepView]) -> dict[str, 
     events = list[dict[str, Any]]()
     for trace, base, view in zip(traces, bases, views, strict=True):
         events += _moved(trace, base - begin)
-        events += _flights(view, begin)
+        events += _communications(view, begin)
     return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -63,15 +63,15 @@ def _processes(trace: RankTrace) -> dict[Any, int]:
     return {main: first, **{pid: first + 1 + place for place, pid in enumerate(devices) if pid != main}}
 
 
-def _flights(view: StepView, begin: float) -> Iterator[dict[str, Any]]:
+def _communications(view: StepView, begin: float) -> Iterator[dict[str, Any]]:
     """A range for each bucket on its way, beside the threads that launched it."""
-    for number, flight in enumerate(view.flights):
+    for number, communication in enumerate(view.communications):
         common = {
             "cat": "on its way",
-            "name": f"{flight.phase} {flight.row}",
+            "name": f"{communication.phase} {communication.row}",
             "id": f"{view.rank}.{number}",
             "pid": view.rank * _RANK_STRIDE,
             "tid": 0,
         }
-        yield {**common, "ph": "b", "ts": flight.span.start - begin}
-        yield {**common, "ph": "e", "ts": flight.span.stop - begin}
+        yield {**common, "ph": "b", "ts": communication.span.start - begin}
+        yield {**common, "ph": "e", "ts": communication.span.stop - begin}

@@ -19,7 +19,7 @@ from typing import IO
 from zerostep.tools.tracing.events import RankTrace, TraceError, in_order, read
 from zerostep.tools.tracing.worker import trace_file
 
-__all__ = ["Job", "collect"]
+__all__ = ["TraceJob", "collect"]
 
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -29,7 +29,7 @@ _PROFILER_LOG = re.compile(r"\w+:\d{4}-\d\d-\d\d ")
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceJob:
     """A script, its arguments, on how many ranks and which step; it has `timeout` seconds to get there."""
 
     script: Path
@@ -50,7 +50,7 @@ class Job:
             raise TraceError(f"--timeout must be more than 0 seconds, not {self.timeout:g}")
 
 
-def collect(job: Job) -> list[RankTrace]:
+def collect(job: TraceJob) -> list[RankTrace]:
     """The traces of all ranks; the script does not go on after the traced step."""
     job.check()
     with tempfile.TemporaryDirectory() as name:
@@ -61,7 +61,7 @@ def collect(job: Job) -> list[RankTrace]:
 
 
 @contextmanager
-def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(job: TraceJob, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     port = _free_port()
     with ExitStack() as stack:
         errors = [stack.enter_context(_errors(folder, rank).open("wb")) for rank in range(job.ranks)]
@@ -72,7 +72,7 @@ def _started(job: Job, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         yield processes
 
 
-def _start(job: Job, folder: Path, rank: int, port: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(job: TraceJob, folder: Path, rank: int, port: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "zerostep.tools.tracing.worker", str(folder), str(job.step), str(job.script)]
     return subprocess.Popen(
         [*command, *job.arguments],
@@ -101,7 +101,7 @@ def _free_port() -> int:
         return port
 
 
-def _watch(job: Job, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _watch(job: TraceJob, folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Return when every rank has left its trace."""
     deadline = time.monotonic() + job.timeout
     while not all(trace_file(folder, rank).exists() for rank in range(job.ranks)):
@@ -120,7 +120,7 @@ def _watch(job: Job, folder: Path, processes: Sequence[subprocess.Popen[bytes]])
         time.sleep(_PAUSE)
 
 
-def _failure(job: Job, folder: Path, rank: int, code: int) -> str:
+def _failure(job: TraceJob, folder: Path, rank: int, code: int) -> str:
     lines = [line for line in _text(folder, rank).splitlines() if line.strip() and not _PROFILER_LOG.match(line)]
     what = lines[-1].strip() if lines else f"exit code {code}"
     return f"rank {rank} of {job.script.name} failed: {what}; run it under torchrun to see where"
@@ -135,7 +135,7 @@ def _text(folder: Path, rank: int) -> str:
     return _errors(folder, rank).read_text(errors="replace")
 
 
-def _too_short(job: Job, folder: Path, rank: int) -> str:
+def _too_short(job: TraceJob, folder: Path, rank: int) -> str:
     path = folder / f"steps{rank}"
     steps = int(path.read_text()) if path.exists() else 0
     if steps:

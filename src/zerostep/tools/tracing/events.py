@@ -13,7 +13,7 @@ from typing import Any
 
 from zerostep.tools.tracing.intervals import Interval
 
-__all__ = ["BACKWARD", "MARK", "OPTIMIZER_STEP", "Event", "RankTrace", "TraceError", "in_order", "parse", "read"]
+__all__ = ["BACKWARD", "MARK", "OPTIMIZER_STEP", "RankTrace", "TraceError", "TraceEvent", "in_order", "parse", "read"]
 
 MARK = "zerostep/end of step "
 OPTIMIZER_STEP = "Optimizer.step#"
@@ -30,7 +30,7 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """A range of a trace."""
 
     name: str
@@ -44,10 +44,10 @@ class RankTrace:
     """All ranges of one rank, in the order of their beginnings, and the file's own content."""
 
     rank: int
-    events: Sequence[Event]
+    events: Sequence[TraceEvent]
     raw: Mapping[str, Any]
 
-    def titled(self, prefix: str) -> list[Event]:
+    def titled(self, prefix: str) -> list[TraceEvent]:
         """The ranges of the host whose names begin like this."""
         return [event for event in self.events if event.name.startswith(prefix) and not event.kind.startswith("gpu")]
 
@@ -71,7 +71,7 @@ class RankTrace:
 
     def _ends_of_steps(self) -> list[float]:
         """The ends of the outermost ranges of the first optimizer; others may step beside it, or inside."""
-        outer = list[Event]()
+        outer = list[TraceEvent]()
         for event in self.titled(OPTIMIZER_STEP):
             if not outer or event.span.start >= outer[-1].span.stop:
                 outer.append(event)
@@ -90,10 +90,10 @@ def parse(raw: Mapping[str, Any], rank: int) -> RankTrace:
     return RankTrace(int(known), sorted(found, key=lambda event: event.span), raw)
 
 
-def _event(entry: Mapping[str, Any], base: float) -> Event:
+def _event(entry: Mapping[str, Any], base: float) -> TraceEvent:
     start = base + float(entry["ts"])
     span = Interval(start, start + float(entry["dur"]))
-    return Event(str(entry["name"]), str(entry.get("cat", "")), span, entry.get("tid"))
+    return TraceEvent(str(entry["name"]), str(entry.get("cat", "")), span, entry.get("tid"))
 
 
 def read(path: Path, rank: int) -> RankTrace:

@@ -78,10 +78,10 @@ def _draw_rank(axis: Any, view: StepView, names: Sequence[str], begin: float) ->
         _bars(axis, spans, place["host"], _COLOURS[kind][0], begin)
     if view.device:
         _bars(axis, view.device, place["device"], _COLOURS["device"][0], begin)
-    for flight in view.flights:
-        colour = _COLOURS[flight.phase.split()[0]][0]
-        _bars(axis, [flight.span], place[flight.row], colour, begin)
-        _bars(axis, flight.waits, place[flight.row], _COLOURS["exposed"][0], begin)
+    for communication in view.communications:
+        colour = _COLOURS[communication.phase.split()[0]][0]
+        _bars(axis, [communication.span], place[communication.row], colour, begin)
+        _bars(axis, communication.waits, place[communication.row], _COLOURS["exposed"][0], begin)
     for update in view.updates:
         for row in update.rows:
             _bars(axis, [update.span], place[row], _COLOURS["update"][0], begin)
@@ -121,7 +121,7 @@ def _legend(figure: Any, views: Sequence[StepView]) -> None:
 
     present = {kind for view in views for kind, spans in view.host.items() if spans} | {"exposed"}
     present |= {"device"} if any(view.device for view in views) else set()
-    phases = {flight.phase.split()[0] for view in views for flight in view.flights}
+    phases = {communication.phase.split()[0] for view in views for communication in view.communications}
     shown = [entry for kind, entry in _COLOURS.items() if kind in present | phases]
     patches = [Patch(facecolor=colour, label=label) for colour, label in shown]
     figure.legend(handles=patches, loc="outside lower left", ncols=4, frameon=False, fontsize=_FONT)

@@ -11,22 +11,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zerostep.tools.tracing.events import BACKWARD, OPTIMIZER_STEP, Event, RankTrace, TraceError
+from zerostep.tools.tracing.events import BACKWARD, OPTIMIZER_STEP, RankTrace, TraceError, TraceEvent
 from zerostep.tools.tracing.intervals import Interval, clip, intersect, join, subtract, total, union
 
-__all__ = ["Flight", "StepView", "Update", "common_step", "view"]
+__all__ = ["Communication", "StepView", "Update", "common_step", "view"]
 
 _RANGE = re.compile(r"zerostep/(?P<phase>[a-z ]+?)(?: bucket (?P<bucket>\d+)(?: to (?P<last>\d+))?)?(?P<wait> wait)?")
 _COLLECTIVE = re.compile(r"(?:gloo|mpi|ucc):_?(?P<name>[a-z_]+)")  # nccl's are ranges of launches
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _OWN_MESSAGES = ("send", "recv")  # the ranges tell more about them
-_NO_FLIGHTS = ("update", "meet", "end of step")
+_NO_COMMUNICATION = ("update", "meet", "end of step")
 # The host is as good as busy between two ops that follow each other this closely.
 _PAUSE = 100.0
 
 
 @dataclass(frozen=True)
-class Flight:
+class Communication:
     """What was on its way: from its launch to the moment at which it was in place, as far as that is known.
 
     `waits` are the parts of it for which the host stood still because of it.
@@ -58,7 +58,7 @@ class StepView:
     window: Interval
     host: dict[str, list[Interval]]
     device: list[Interval]
-    flights: list[Flight]
+    communications: list[Communication]
     updates: list[Update]
     exposed: dict[str, list[Interval]]
 
@@ -70,7 +70,9 @@ class StepView:
     @property
     def rows(self) -> list[str]:
         """The names of all rows, buckets first and in order."""
-        names = {flight.row for flight in self.flights} | {row for update in self.updates for row in update.rows}
+        names = {communication.row for communication in self.communications} | {
+            row for update in self.updates for row in update.rows
+        }
         return sorted(names, key=_row_order)
 
 
@@ -96,10 +98,10 @@ def view(trace: RankTrace, step: int) -> StepView:
     kernels = [event for event in trace.events if event.kind in _GPU_WORK]
     wire = [event for event in kernels if event.name.startswith("nccl")]
     device = union(event.span for event in kernels if not event.name.startswith("nccl"))
-    flights = _device_flights(trace, wire, device) if wire else _host_flights(trace, ours, busy)
+    communications = _device_communications(trace, wire, device) if wire else _host_communications(trace, ours, busy)
     exposed = defaultdict[str, list[Interval]](list)
-    for flight in flights:
-        exposed[flight.phase] += flight.waits
+    for communication in communications:
+        exposed[communication.phase] += communication.waits
     if not wire:
         exposed["meet"] = _meetings(trace, ours, busy)
     updates = [_update(match, event) for match, event in ours if match["phase"] == "update"]
@@ -108,8 +110,10 @@ def view(trace: RankTrace, step: int) -> StepView:
         window=window,
         host={kind: clip(spans, window) for kind, spans in _host(trace, ops, updates).items()},
         device=clip(device, window),
-        flights=[
-            Flight(f.phase, f.row, part, clip(f.waits, window)) for f in flights for part in clip([f.span], window)
+        communications=[
+            Communication(f.phase, f.row, part, clip(f.waits, window))
+            for f in communications
+            for part in clip([f.span], window)
         ],
         updates=[Update(update.rows, part) for update in updates for part in clip([update.span], window)],
         exposed={phase: inside for phase, spans in exposed.items() if (inside := clip(spans, window))},
@@ -119,7 +123,7 @@ def view(trace: RankTrace, step: int) -> StepView:
 # ---------------------------------------------------------------------- the host
 
 
-def _host(trace: RankTrace, ops: Sequence[Event], updates: Sequence[Update]) -> dict[str, list[Interval]]:
+def _host(trace: RankTrace, ops: Sequence[TraceEvent], updates: Sequence[Update]) -> dict[str, list[Interval]]:
     """What the host did: every moment has at most one kind, the later kinds first.
 
     But an update inside backward is made by another thread, and beside what the host did in that moment.
@@ -137,7 +141,7 @@ def _host(trace: RankTrace, ops: Sequence[Event], updates: Sequence[Update]) -> 
     }
 
 
-def _backward(ops: Sequence[Event]) -> list[Interval]:
+def _backward(ops: Sequence[TraceEvent]) -> list[Interval]:
     """Each backward pass from its first op to its last; a pass ends where another op runs outside of it."""
     passes = union(event.span for event in ops if event.name.startswith(BACKWARD))
     others = subtract((event.span for event in ops), passes)
@@ -151,32 +155,32 @@ def _backward(ops: Sequence[Event]) -> list[Interval]:
     return found
 
 
-def _is_host(event: Event) -> bool:
+def _is_host(event: TraceEvent) -> bool:
     return not event.kind.startswith("gpu")
 
 
-def _is_op(event: Event) -> bool:
+def _is_op(event: TraceEvent) -> bool:
     """Work of the host; not the call of a collective, in which it may wait."""
     return event.kind == "cpu_op" and not event.name.startswith(("c10d::", "record_param_comms"))
 
 
 # ---------------------------------------------------------------------- what is on its way
 
-_Named = tuple[re.Match[str], Event]
+_Named = tuple[re.Match[str], TraceEvent]
 
 
-def _host_flights(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Flight]:
+def _host_communications(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Communication]:
     """Launches with the waits that end them, in order; and the collectives of others."""
-    found = list[Flight]()
+    found = list[Communication]()
     by_name = defaultdict[tuple[str, str], list[_Named]](list)
     for match, event in ours:
-        if match["phase"] not in _NO_FLIGHTS:
+        if match["phase"] not in _NO_COMMUNICATION:
             by_name[match["phase"], _row(match)].append((match, event))
     waited = {match["phase"] for match, _ in ours if match["wait"]}
     at_work = _at_work(trace, ours, busy)
     for (phase, row), named in by_name.items():
         pairs = _paired(named, trace) if phase in waited else [(event.span, event) for _, event in named]
-        found += [Flight(phase, row, span, _stood_still(trace, event, busy, at_work)) for span, event in pairs]
+        found += [Communication(phase, row, span, _stood_still(trace, event, busy, at_work)) for span, event in pairs]
     return found + _collectives(trace, ours, at_work)
 
 
@@ -187,7 +191,7 @@ def _at_work(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval])
 
 
 def _stood_still(
-    trace: RankTrace, wait: Event | None, busy: Sequence[Interval], at_work: Sequence[Interval]
+    trace: RankTrace, wait: TraceEvent | None, busy: Sequence[Interval], at_work: Sequence[Interval]
 ) -> list[Interval]:
     """A wait without the ops inside: sums and copies are work.
 
@@ -198,12 +202,12 @@ def _stood_still(
     return subtract([wait.span], busy if wait.thread in trace.host_threads else at_work)
 
 
-def _paired(named: Sequence[_Named], trace: RankTrace) -> list[tuple[Interval, Event | None]]:
+def _paired(named: Sequence[_Named], trace: RankTrace) -> list[tuple[Interval, TraceEvent | None]]:
     """Each launch to the end of its wait, with the wait; what has no wait goes on to the end of the trace.
 
     A wait without a launch belongs to one before the trace, or is of a phase that is only waited for.
     """
-    found, launched = list[tuple[Interval, Event | None]](), list[float]()
+    found, launched = list[tuple[Interval, TraceEvent | None]](), list[float]()
     begin, end = trace.events[0].span.start, max(event.span.stop for event in trace.events)
     only_waits = all(match["wait"] for match, _ in named)
     for match, event in named:
@@ -215,12 +219,12 @@ def _paired(named: Sequence[_Named], trace: RankTrace) -> list[tuple[Interval, E
     return found + [(Interval(start, end), None) for start in launched]
 
 
-def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Interval]) -> list[Flight]:
+def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Interval]) -> list[Communication]:
     """What other libraries have sent, such as DDP: each message is a row, in the order of a step.
 
     Nobody tells who waits for them; where one is under way and no op runs, the host is taken to.
     """
-    found = list[Flight]()
+    found = list[Communication]()
     counts = Counter[str]()
     edges = sorted({edge for step in trace.steps.values() for edge in (step.start, step.stop)})
     for event in trace.events:
@@ -231,31 +235,33 @@ def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Int
             edges, counts = [edge for edge in edges if edge > event.span.start], Counter()
         name = match["name"].replace("_", "-")
         phase = next((known for known in ("gather", "reduce") if known in name), "other")
-        found.append(Flight(phase, f"{name} {counts[name]}", event.span, subtract([event.span], at_work)))
+        found.append(Communication(phase, f"{name} {counts[name]}", event.span, subtract([event.span], at_work)))
         counts[name] += 1
     return found
 
 
-def _is_part(name: str, collective: Event, ours: Sequence[_Named]) -> bool:
+def _is_part(name: str, collective: TraceEvent, ours: Sequence[_Named]) -> bool:
     """Whether a collective belongs to a range of ours: gradients that others reduce meanwhile do not."""
     around = (match["phase"] for match, event in ours if event.span.covers(collective.span))
     return any(phase not in ("update", "gather") or "reduce" not in name for phase in around)
 
 
-def _device_flights(trace: RankTrace, wire: Sequence[Event], device: Sequence[Interval]) -> list[Flight]:
+def _device_communications(
+    trace: RankTrace, wire: Sequence[TraceEvent], device: Sequence[Interval]
+) -> list[Communication]:
     """Messages that are kernels: the ranges in which they were launched tell the bucket.
 
     Exposed is the time of a message in which no other kernel runs.
     """
     annotations = [event for event in trace.events if event.kind == "gpu_user_annotation"]
     named = [(match, event.span) for event in annotations if (match := _RANGE.fullmatch(event.name))]
-    flights = list[Flight]()
+    communications = list[Communication]()
     for kernel in wire:
         found = next((match for match, span in named if span.covers(kernel.span)), None)
         guess = "gather" if "AllGather" in kernel.name else "reduce"
         phase, row = (found["phase"], _row(found)) if found else (guess, "messages")
-        flights.append(Flight(phase, row, kernel.span, subtract([kernel.span], device)))
-    return flights
+        communications.append(Communication(phase, row, kernel.span, subtract([kernel.span], device)))
+    return communications
 
 
 def _meetings(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Interval]:
@@ -264,7 +270,7 @@ def _meetings(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]
     return [interval for wait in waits for interval in _stood_still(trace, wait, busy, [wait.span])]
 
 
-def _update(match: re.Match[str], event: Event) -> Update:
+def _update(match: re.Match[str], event: TraceEvent) -> Update:
     if match["bucket"] is None:
         return Update([], event.span)
     last = match["last"] or match["bucket"]
