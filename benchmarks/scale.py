@@ -25,7 +25,6 @@ from torch import nn
 from torch.optim import AdamW
 
 from benchmarks.machine import hardware, versions
-from benchmarks.peers.trainer import size_of_state
 from benchmarks.silence import alone_among
 from benchmarks.timing import markdown
 from zerostep import ShardedOptimizer
@@ -72,7 +71,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
         before = transport.messages
         _train(model, optimizer, data)
         calls = transport.messages - before
-    held = sum(size_of_state(inner) for inner in optimizer._inners.all)
+    held = optimizer.stats().state_bytes
     planned = plan(setting, model)
     parameters = sum(param.numel() for param in model.parameters())
     return {

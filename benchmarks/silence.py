@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from zerostep.comm.exchange import _TAG_REDUCE, Exchange, HostExchange, StreamExchange
+from zerostep.comm.exchange import TAG_REDUCE, Exchange, HostExchange, StreamExchange
 from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport
 
 
@@ -54,7 +54,7 @@ class SilentTransport(GroupTransport):
         return Transfer(_Done(), memory, "")
 
     def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
-        return Transfer(_Done(), memory.zero_() if tag == _TAG_REDUCE else memory, "")
+        return Transfer(_Done(), memory.zero_() if tag == TAG_REDUCE else memory, "")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         self.messages += 1
@@ -80,6 +80,6 @@ def alone_among(world_size: int, rank: int, collectives: bool) -> Iterator[Silen
     with (
         patch("zerostep.comm.mesh.connect", lambda group, device=None: transport),
         patch("zerostep.optim.zero.connect", lambda group, device=None: transport),
-        patch("zerostep.step.engine.connect_exchange", exchange),
+        patch("zerostep.step.bucket_shards.connect_exchange", exchange),
     ):
         yield transport

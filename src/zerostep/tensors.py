@@ -12,7 +12,7 @@ __all__ = ["Scratch", "flat_alias", "is_dense"]
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order."""
+    """Whether the elements fill one range of memory without gaps or overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -26,36 +26,46 @@ def is_dense(tensor: Tensor) -> bool:
 
 def flat_alias(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, sharing its storage and version counter but not its graph."""
-    found = tensor.detach()
-    return found.view(-1) if found.is_contiguous() else found.as_strided((found.numel(),), (1,))
+    alias = tensor.detach()
+    return alias.view(-1) if alias.is_contiguous() else alias.as_strided((alias.numel(),), (1,))
 
 
 class Scratch:
-    """Host memory that is used again: fresh pages cost more than what is written to them.
+    """A pool of memory that is used again: on the host, fresh pages cost more than writing to them.
 
-    Whoever takes some gives it back, or lets it go for good.
+    Memory that is not returned with `free` is released when its last reference goes.
     """
 
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []  # by size: every other rank may have a room here
-        self._lent: dict[int, StorageWeakRef] = {}
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._free: list[Tensor] = []  # by size, as bytes: there may be one for every other rank
+        # By storage, held weakly: memory that is dropped instead of freed must not stay alive through this table. The
+        # weak reference keeps the address of the storage object from being used for another one.
+        self._in_use: dict[int, StorageWeakRef] = {}
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that nobody else has; what it holds is anybody's guess."""
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that is not in use; its content is undefined."""
         size = numel * dtype.itemsize
-        place = bisect_left(self._free, size, key=Tensor.numel)
-        fits = place < len(self._free) and self._free[place].numel() <= 2 * size
-        base = self._free.pop(place) if fits else torch.empty(size, dtype=torch.uint8)
-        self._lent[base.data_ptr()] = StorageWeakRef(base.untyped_storage())
+        index = bisect_left(self._free, size, key=Tensor.numel)
+        fits = index < len(self._free) and self._free[index].numel() <= 2 * size
+        base = self._free.pop(index) if fits else torch.empty(size, dtype=torch.uint8, device=self._device)
+        storage = base.untyped_storage()
+        self._in_use[storage._cdata] = StorageWeakRef(storage)
         return base[:size].view(dtype)
 
-    def give(self, memory: Tensor) -> None:
-        """Take back what was lent; of others' memory, nothing is kept."""
-        lent = self._lent.pop(memory.data_ptr(), None)
-        if lent is not None and not lent.expired():
-            insort(self._free, torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()), key=Tensor.numel)
+    def free(self, memory: Tensor) -> None:
+        """Return memory to the pool; memory from elsewhere is ignored."""
+        storage = memory.untyped_storage()
+        if self._in_use.pop(storage._cdata, None) is not None:
+            base = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            insort(self._free, base, key=Tensor.numel)
 
     def trim(self) -> None:
-        """Let go of what nobody has."""
+        """Release all memory that is not in use."""
         self._free = []
-        self._lent = {place: lent for place, lent in self._lent.items() if not lent.expired()}
+        self._in_use = {key: storage for key, storage in self._in_use.items() if not storage.expired()}
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the pool holds for later."""
+        return sum(base.numel() for base in self._free)

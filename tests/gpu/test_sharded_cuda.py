@@ -359,7 +359,7 @@ def _transport(nccl: ProcessGroup, late: bool) -> GroupTransport:
 def _through(transport: GroupTransport) -> Iterator[None]:
     """A world of one has nothing to send. Here it sends it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerostep.step.engine.connect_exchange", lambda ranks, device: StreamExchange(transport))
+        patch.setattr("zerostep.step.bucket_shards.connect_exchange", lambda ranks, device: StreamExchange(transport))
         yield
 
 
@@ -417,8 +417,7 @@ def _in_stream_order(group: ProcessGroup, recipe: str, late: bool) -> None:
     for way in WAYS:
         with _through(_transport(nccl, late)):
             model, optimizer = way.ours(nccl, chosen)
-        engine: Any = optimizer._engine
-        assert isinstance(engine.shared, StreamExchange)
+        assert isinstance(optimizer._running.engine.buckets.exchanges[0], StreamExchange)
         for inputs in series:
             # Nothing between a step and the next pass, which must find the new parameters by stream order alone.
             _train(model, [optimizer], inputs)

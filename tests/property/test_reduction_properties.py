@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.reference import assert_same_bits
-from zerostep.comm.exchange import NullExchange
+from zerostep.comm.exchange import NullExchange, PendingReduce
 from zerostep.plan.buckets import Cost, fill
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
-from zerostep.step.reduction import Reduction, ReductionPlan
-from zerostep.step.stats import PhaseTimer
+from zerostep.step.labels import PhaseTimer
+from zerostep.step.reduction import Reduction
+from zerostep.step.reduction_plan import ReductionPlan
+from zerostep.tensors import Scratch
 
 patient = settings(deadline=None)
 
 # The oldest lands before a third bucket is launched.
-_UNDER_WAY = 2
+_MOST_IN_FLIGHT = 2
 _PATIENCE = 2.0
 
 _SIZES = st.lists(st.integers(0, 25), min_size=1, max_size=8)
@@ -80,6 +82,7 @@ class _Sum:
     rank: int
     number: int
     memory: Tensor
+    nbytes: int = 0
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         total = self.net.land(self.rank, self.number, self.memory)
@@ -92,9 +95,18 @@ class Port(NullExchange):
     blocks_host = True
 
     def __init__(self, net: Net, rank: int) -> None:
-        self._net, self._rank = net, rank
+        self._net, self._rank, self._scratch = net, rank, Scratch()
 
-    def reduce(self, memory: Tensor, bucket: Bucket) -> _Sum:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._scratch.allocate(numel, dtype)
+
+    def free(self, memory: Tensor) -> None:
+        self._scratch.free(memory)
+
+    def release_scratch(self) -> None:
+        self._scratch.trim()
+
+    def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         return _Sum(self._net, self._rank, self._net.launch(self._rank, bucket, memory), memory)
 
 
@@ -167,7 +179,7 @@ def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(sizes: list[i
         arrived.add(index)
         full = [all(slot.param in arrived for slot in bucket.slots) for bucket in world.layout.buckets]
         assert world.net.launched(0) == list(range([*full, False].index(False)))
-        assert world.net.flying[0] <= _UNDER_WAY
+        assert world.net.flying[0] <= _MOST_IN_FLIGHT
     assert ended == [False] * (len(sizes) - 1) + [True]
     assert (reduction.passes, reduction.open, reduction.used) == (1, False, arrived)
     reduction.finish()
@@ -205,7 +217,7 @@ def test_a_gradient_that_comes_again_begins_a_round(sizes: list[int], data: st.D
     reduction.finish()
     world.assert_kept(totals)
     assert world.net.launched(0) == list(range(len(world.layout.buckets))) * reduction.passes
-    assert world.net.most[0] <= _UNDER_WAY
+    assert world.net.most[0] <= _MOST_IN_FLIGHT
 
 
 # Several rounds on several ranks.
@@ -300,7 +312,7 @@ def test_rounds_add_up_on_every_rank(sizes: list[int], world_size: int, landed: 
         assert each.reduction.used == known
     world.assert_kept(totals)
     assert all(world.net.launched(rank) == world.net.launched(0) for rank in range(world_size))
-    assert max(world.net.most) <= _UNDER_WAY
+    assert max(world.net.most) <= _MOST_IN_FLIGHT
 
 
 # One thing at a time.
@@ -345,7 +357,7 @@ def test_what_comes_instead_replaces_what_was_there(landed: bool) -> None:
 def test_forgetting_everything_starts_anew() -> None:
     world, reduction = _alone([3, 4])
     _send(reduction, [3, 4], 5.0)
-    reduction.drop()
+    reduction.drop_all()
     assert (reduction.sums, reduction.used) == ({}, set())
     _send(reduction, [3, 4], 2.0, accumulate=True)
     reduction.finish()
@@ -365,7 +377,7 @@ def test_parts_that_were_forgotten_are_used_again() -> None:
         reduction.finish()
         world.assert_kept([torch.full((30,), value)] * 5)
         found.append((_pointers(world), dict(reduction.sums)))
-        reduction.drop()
+        reduction.drop_all()
     (first, _), (second, _) = found
     assert [first[bucket] == second[bucket] for bucket in range(5)] == [True, True, True, False, False]
 
@@ -374,7 +386,7 @@ def test_a_forgotten_part_is_used_once() -> None:
     """A second round adds to it, and needs other memory."""
     world, reduction = _alone([30] * 3)
     _send(reduction, [30] * 3, 5.0)
-    reduction.drop()
+    reduction.drop_all()
     for value in (1.0, 2.0):
         _send(reduction, [30] * 3, value, accumulate=True)
     reduction.finish()
@@ -385,7 +397,7 @@ def test_a_bucket_s_memory_is_used_again_when_it_has_landed() -> None:
     """As much as is under way, and one that is being filled."""
     world, reduction = _alone([30] * 8)
     _send(reduction, [30] * 8, 1.0)
-    assert len(world.net.places) == 8 and len(set(world.net.places)) <= _UNDER_WAY + 1
+    assert len(world.net.places) == 8 and len(set(world.net.places)) <= _MOST_IN_FLIGHT + 1
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -398,7 +410,7 @@ def test_memory_is_let_go_with_the_gradients(whole: bool) -> None:
         reduction.arrive(0, torch.ones(30), False)
         reduction.finish()
         memories.append(StorageWeakRef(reduction.sums[0].untyped_storage()))
-        reduction.drop()
+        reduction.drop_all()
     assert sum(not memory.expired() for memory in memories) <= 1
 
 
@@ -425,12 +437,12 @@ def test_one_bucket_can_be_waited_for() -> None:
 def test_a_larger_plan_takes_over_what_is_kept() -> None:
     world, reduction = _alone([3, 4])
     _send(reduction, [3, 4], 5.0)
-    _, larger = _alone([3, 4])
-    larger.take_over(reduction)
-    assert larger.used == {0, 1}
-    _send(larger, [3, 4], 1.0, accumulate=True)
-    larger.finish()
-    assert torch.equal(larger.sums[0], torch.full((7,), 6.0))
+    params, port = world.ranks[0].params, Port(world.net, 0)
+    reduction.extend(ReductionPlan(world.layout, 0, params, [port], [torch.float32], 1.0, whole=False))
+    assert reduction.used == {0, 1}
+    _send(reduction, [3, 4], 1.0, accumulate=True)
+    reduction.finish()
+    assert torch.equal(reduction.sums[0], torch.full((7,), 6.0))
     assert world.net.flying == [0]
 
 

@@ -218,14 +218,18 @@ def _other_precision(group: ProcessGroup, root: Path) -> None:
         )
 
     def masters(optimizer: ShardedOptimizer) -> list[Tensor]:
-        return [shard.master.clone() for shard in optimizer._running.shards.values() if shard.master is not None]
+        return [
+            shard.master.clone()
+            for shard in optimizer._running.engine.buckets.shards.values()
+            if shard.master is not None
+        ]
 
     model, optimizer = pair(torch.bfloat16)
     train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in series(group, 3, "matrices")])
     zerostep.save(root / "it", optimizer, model)
     other, resumed = pair(torch.float16)
     zerostep.load(root / "it", resumed, other)
-    resumed._running.follow()  # as the next step does
+    resumed._running.engine.buckets.follow_params()  # as the next step does
     for found, expected in zip(masters(resumed), masters(optimizer), strict=True):
         assert_same_bits({"master": found}, {"master": expected})
 

@@ -305,7 +305,7 @@ def _broken(group: ProcessGroup, path: str, way: str) -> list[str]:
     pair = setup.make(group, way)
     setup.train(pair, group)
     _save(path, pair[1], group)
-    pair[1]._broken = "step 3 failed"
+    pair[1]._health.mark_broken("step 3 failed")
     with pytest.raises(CheckpointException) as caught:
         _save(f"{path}-2", pair[1], group)
     _load(path, pair[1], group)

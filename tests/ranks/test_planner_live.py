@@ -143,22 +143,29 @@ class Watch:
     """Notes the most memory that gradients take, in the moments in which there is most of it."""
 
     def __init__(self, optimizer: ShardedOptimizer, bare: bool) -> None:
-        reduction: Any = optimizer._running.reduction
+        reduction: Any = optimizer._running.engine.reduction
         self.reduction = reduction
-        self.most, self._bare, self._landing = 0, bare, list[Tensor]()
-        self._land, self._across, self._scale_into = reduction._land, reduction._across, reduction._scale_into
-        reduction._land, reduction._across = self._on_land, self._on_across
-        reduction._scale_into = self._on_scale_into
+        self.most, self._bare, self._finishing = 0, bare, list[Tensor]()
+        buffers = reduction._buffers
+        self._finish, self._sum, self._scale_into = (
+            reduction._finish_oldest,
+            reduction._sum_replicas,
+            buffers._scale_into,
+        )
+        reduction._finish_oldest, reduction._sum_replicas = self._on_finish, self._on_sum
+        buffers._scale_into = self._on_scale_into
 
     def now(self) -> list[Tensor]:
         """What holds gradients, but for DDP."""
         reduction, found = self.reduction, list[Tensor]()
-        for _, _, reducing, memory in reduction._flying:
-            found += [memory, *getattr(reducing, "rooms", {}).values()]
-        spare = [reduction._scratch, *(getattr(exchange, "_scratch", None) for exchange in reduction._plan.exchanges)]
-        found += [memory for scratch in spare if scratch is not None for memory in scratch._free]
-        small = reduction._small.values() if self._bare else ()  # in DDP they lie in its buckets
-        return [*found, *reduction.kept.values(), *reduction._buffers.values(), *small]
+        for _, _, pending, memory in reduction._in_flight:
+            found += [memory, *getattr(pending, "buffers", {}).values()]
+        for exchange in reduction._plan.exchanges:
+            pools = (getattr(exchange, name, None) for name in ("_bucket_scratch", "_receive_scratch"))
+            found += [memory for pool in pools if pool is not None for memory in pool._free]
+        buffers = reduction._buffers
+        small = buffers._small.values() if self._bare else ()  # in DDP they lie in its buckets
+        return [*found, *reduction.sums.values(), *buffers._buffers.values(), *small]
 
     def _note(self, *further: Tensor) -> None:
         self.most = max(self.most, _memory([*self.now(), *further]))
@@ -167,15 +174,15 @@ class Watch:
         self._scale_into(view, grad)
         self._note(*([grad] if self._bare else []))
 
-    def _on_land(self) -> None:
-        _, _, reducing, memory = self.reduction._flying[0]
-        self._landing = [memory, *getattr(reducing, "rooms", {}).values()]
-        self._land()
-        self._landing = []
+    def _on_finish(self) -> None:
+        _, _, pending, memory = self.reduction._in_flight[0]
+        self._finishing = [memory, *getattr(pending, "buffers", {}).values()]
+        self._finish()
+        self._finishing = []
 
-    def _on_across(self, part: Tensor) -> Tensor:
-        self._note(part, *self._landing)
-        return self._across(part)
+    def _on_sum(self, part: Tensor) -> Tensor:
+        self._note(part, *self._finishing)
+        return self._sum(part)
 
 
 def _gradient_bytes(module: nn.Module, model: nn.Module, watch: Watch | None) -> int:
@@ -210,7 +217,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
 def _master_bytes(optimizer: Optimizer) -> int:
     if not isinstance(optimizer, ShardedOptimizer):
         return 0
-    masters = [shard.master for shard in optimizer._running.shards.values()]
+    masters = [shard.master for shard in optimizer._running.engine.buckets.shards.values()]
     return sum(master.nbytes for master in masters if master is not None)
 
 

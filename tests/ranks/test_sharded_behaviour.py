@@ -879,7 +879,8 @@ def _leaving_first(group: ProcessGroup, key: str) -> None:
     model = build()
     optimizer = sharded(group, model, gather="forward", bucket_mb=0.0003)
     train(model, optimizer, series(group, 1))
-    launch = optimizer._running.launch
+    updater: Any = optimizer._running.engine._updater
+    launch = updater._launch
     if dist.get_rank(group) == 0:
 
         def late(buckets: Iterable[int]) -> None:
@@ -888,10 +889,10 @@ def _leaving_first(group: ProcessGroup, key: str) -> None:
                     store.wait([key if number == 0 else "nobody sets this"], timedelta(seconds=0.1 if number else 0.5))
                 launch([bucket])
 
-        optimizer._running.launch = late  # type: ignore[method-assign]
+        updater._launch = late
     train(model, optimizer, series(group, 1))
     if dist.get_rank(group) == 1:
-        del optimizer, launch
+        del optimizer, launch, updater
         gc.collect()
         store.set(key, "gone")
     else:

@@ -758,7 +758,11 @@ def _gradient_memory(group: ProcessGroup) -> tuple[int, int, int]:
         model(inputs).sum().backward()
         held = max(held, _live_bytes() - before - _state_bytes(optimizer))
         optimizer.step()
-    return held, sum(part.nbytes for part in optimizer._running.reduction.sums.values()), optimizer.stats().buckets
+    return (
+        held,
+        sum(part.nbytes for part in optimizer._running.engine.reduction.sums.values()),
+        optimizer.stats().buckets,
+    )
 
 
 def _state_bytes(optimizer: ShardedOptimizer) -> int:

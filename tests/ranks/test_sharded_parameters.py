@@ -603,7 +603,7 @@ def _memory_of_gradients(group: ProcessGroup) -> tuple[int, int]:
     model = build()
     optimizer = sharded(group, model)
     train(model, optimizer, series(group, 1))
-    parts = optimizer._running.reduction.sums.values()
+    parts = optimizer._running.engine.reduction.sums.values()
     first = [StorageWeakRef(part.untyped_storage()) for part in parts]
     del parts
     train(model, optimizer, series(group, 3))
@@ -815,7 +815,7 @@ def test_a_compiled_model_equals_plain(pool: Pool, when: str, gather: str) -> No
 @contextmanager
 def _late(optimizer: ShardedOptimizer) -> Iterator[list[int]]:
     """Parameters of other ranks come into place when they are waited for, and not a moment earlier."""
-    exchanges = list(optimizer._running._exchange_for.values())
+    exchanges: list[Any] = optimizer._running.engine.buckets.exchanges
     waits: list[int] = []
     for exchange in exchanges:
 
@@ -823,7 +823,7 @@ def _late(optimizer: ShardedOptimizer) -> Iterator[list[int]]:
             hidden = memory.clone()
             return _Late(real(hidden, bucket), hidden, memory, waits)
 
-        exchange.gather = gather  # type: ignore[method-assign]
+        exchange.gather = gather
     yield waits
     for exchange in exchanges:
         del exchange.gather

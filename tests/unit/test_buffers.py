@@ -266,9 +266,9 @@ def test_flat_parameters_lie_where_fast_kernels_like_them(splittable: bool) -> N
 
 def test_scratch_is_never_lent_twice() -> None:
     scratch = Scratch()
-    lent = [scratch.take(100, torch.float32) for _ in range(5)]
-    scratch.give(lent.pop(2))
-    lent += [scratch.take(100, torch.float32) for _ in range(3)]
+    lent = [scratch.allocate(100, torch.float32) for _ in range(5)]
+    scratch.free(lent.pop(2))
+    lent += [scratch.allocate(100, torch.float32) for _ in range(3)]
     for number, memory in enumerate(lent):
         memory.fill_(number)
     assert all(torch.equal(memory, torch.full((100,), float(number))) for number, memory in enumerate(lent))
@@ -276,51 +276,51 @@ def test_scratch_is_never_lent_twice() -> None:
 
 def test_scratch_that_was_given_back_is_lent_again_whatever_its_dtype() -> None:
     scratch = Scratch()
-    first = scratch.take(100, torch.float32)
-    scratch.give(first)
-    again = scratch.take(180, torch.bfloat16)
+    first = scratch.allocate(100, torch.float32)
+    scratch.free(first)
+    again = scratch.allocate(180, torch.bfloat16)
     assert (again.data_ptr(), again.shape, again.dtype) == (first.data_ptr(), (180,), torch.bfloat16)
-    scratch.give(again)
-    assert scratch.take(100, torch.float32).data_ptr() == first.data_ptr()
+    scratch.free(again)
+    assert scratch.allocate(100, torch.float32).data_ptr() == first.data_ptr()
 
 
 def test_scratch_is_taken_where_it_fits_best() -> None:
     scratch = Scratch()
-    lent = {size: scratch.take(size, torch.float32) for size in (150, 110, 90)}
+    lent = {size: scratch.allocate(size, torch.float32) for size in (150, 110, 90)}
     for memory in lent.values():
-        scratch.give(memory)
-    assert [scratch.take(100, torch.float32).data_ptr() for _ in range(2)] == [
+        scratch.free(memory)
+    assert [scratch.allocate(100, torch.float32).data_ptr() for _ in range(2)] == [
         lent[110].data_ptr(),
         lent[150].data_ptr(),
     ]
-    assert scratch.take(100, torch.float32).data_ptr() != lent[90].data_ptr()
+    assert scratch.allocate(100, torch.float32).data_ptr() != lent[90].data_ptr()
 
 
 def test_little_is_not_taken_from_much() -> None:
     scratch = Scratch()
-    much = scratch.take(1000, torch.float32)
-    scratch.give(much)
-    assert scratch.take(100, torch.float32).data_ptr() != much.data_ptr()
-    assert scratch.take(1000, torch.float32).data_ptr() == much.data_ptr()
+    much = scratch.allocate(1000, torch.float32)
+    scratch.free(much)
+    assert scratch.allocate(100, torch.float32).data_ptr() != much.data_ptr()
+    assert scratch.allocate(1000, torch.float32).data_ptr() == much.data_ptr()
 
 
 def test_scratch_does_not_take_what_it_has_not_lent() -> None:
     scratch = Scratch()
-    foreign, own = torch.zeros(100), scratch.take(100, torch.float32)
-    scratch.give(foreign)
-    scratch.give(own)
-    scratch.give(own)
-    found = {scratch.take(100, torch.float32).data_ptr()} | {scratch.take(100, torch.float32).data_ptr()}
+    foreign, own = torch.zeros(100), scratch.allocate(100, torch.float32)
+    scratch.free(foreign)
+    scratch.free(own)
+    scratch.free(own)
+    found = {scratch.allocate(100, torch.float32).data_ptr()} | {scratch.allocate(100, torch.float32).data_ptr()}
     assert own.data_ptr() in found and foreign.data_ptr() not in found and len(found) == 2
 
 
 @pytest.mark.parametrize("how", ["trimmed", "let go"])
 def test_scratch_that_nobody_has_can_be_freed(how: str) -> None:
     scratch = Scratch()
-    memory = scratch.take(100, torch.float32)
+    memory = scratch.allocate(100, torch.float32)
     storage = StorageWeakRef(memory.untyped_storage())
     if how == "trimmed":
-        scratch.give(memory)
+        scratch.free(memory)
     del memory
     scratch.trim()
     assert storage.expired()

@@ -1,11 +1,11 @@
-"""How the gradients of a bucket come to their owners, and its parameters to everyone; both under way while others work.
+"""Gradients of a bucket to their owners, parameters to everyone: asynchronous, so that compute goes on meanwhile.
 
-Three ways, one face. In host memory every rank sends each owner its part and sums what it receives in the order of the
-ranks: half the bytes of an all-reduce, and the same sum on every run. Receives are posted before sends, because a send
-that finds no receive posted holds up the opposite direction. A backend that works in stream order has a reduce-scatter
-and an all-gather of its own. In a world of one there is nothing to do.
+Three implementations of one protocol. In host memory every rank sends each owner its part, and owners sum what they
+receive in rank order: half the bytes of an all-reduce, and the same sum on every run. Receives are posted before sends,
+because a send that finds no receive posted holds up the opposite direction. A backend that works in stream order has
+its own reduce-scatter and all-gather. In a world of one there is nothing to do.
 
-Memory that is under way belongs to the exchange until `finish()` or `wait()` has returned.
+Memory given to an exchange belongs to it until `finish()` or `wait()` has returned.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
 
 __all__ = [
+    "TAG_REDUCE",
     "Exchange",
     "HostExchange",
     "NullExchange",
@@ -33,48 +34,58 @@ __all__ = [
     "connect",
 ]
 
-_TAG_REDUCE = 0x7A70
+TAG_REDUCE = 0x7A70
 _TAG_GATHER = 0x7A71
-_TAG_MEET = 0x7A72
-# A long part travels in several messages, so that what has arrived is summed while the rest is under way.
+_TAG_INTS = 0x7A72
+# A long part travels in several messages, so that what has arrived is summed while the rest is in flight.
 _MESSAGE_BYTES = 4 << 20
 
 
 class PendingReduce(Protocol):
-    """A bucket of gradients on its way to the owners."""
+    """A bucket of gradients in flight to its owners."""
 
     def finish(self, out: Tensor | None = None) -> Tensor:
-        """This rank's part of the sum, in memory of its own: in `out`, if that is of use."""
+        """This rank's part of the sum; an exchange may write it into `out`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the exchange holds for this bucket beside the bucket itself."""
 
 
 class PendingGather(Protocol):
-    """A bucket of parameters on its way to everyone."""
+    """A bucket of parameters in flight to every rank."""
 
     def wait(self) -> None:
-        """Return when all parts are in place (on an accelerator: when the current stream will see them so)."""
+        """Return when all parts are in place; on an accelerator, when the current stream will see them in place."""
 
 
 class PendingInts(Protocol):
-    """Words on their way to everyone."""
+    """Integers in flight to every rank."""
 
     def wait(self) -> list[list[int]]:
-        """The words of every rank, by rank."""
+        """The integers of every rank, by rank."""
 
 
 class Exchange(Protocol):
-    """All ranks make the same calls in the same order."""
+    """How buckets travel. All ranks make the same calls in the same order."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a bucket of gradients; its content is undefined."""
+
+    def free(self, memory: Tensor) -> None:
+        """Take back the memory of a reduced bucket, for the next one."""
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
-        """Start bringing the sum of every part of `memory` to its owner."""
+        """Start summing every part of `memory` over the ranks, to the part's owner."""
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
-        """Start bringing every owner's part of `memory` to all ranks, in place."""
+        """Start sending every owner's part of `memory` to all ranks, in place."""
 
-    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
-        """Start exchanging a few words; all ranks give equally many."""
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """Start an all-gather of a few integers; every rank gives the same number of them."""
 
     def release_scratch(self) -> None:
-        """Nothing is launched for a while: let go of spare memory."""
+        """Release memory that is kept for reuse: no bucket will be launched for a while."""
 
     @property
     def blocks_host(self) -> bool:
@@ -82,37 +93,20 @@ class Exchange(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """How much this rank has sent so far."""
+        """Bytes that this rank has sent so far."""
 
     @property
     def bytes_received(self) -> int:
-        """How much this rank has received so far."""
+        """Bytes that this rank has received so far."""
 
 
 def connect(transport: Transport, device: torch.device) -> Exchange:
-    """The exchange for memory on `device`; a collective."""
+    """The exchange for memory on `device`; a collective, because the host's exchange makes a group of its own."""
     if isinstance(transport, NullTransport):
         return NullExchange()
     if transport.stream_ordered(device):
         return StreamExchange(transport)
     return HostExchange(transport.companion())
-
-
-@dataclass(frozen=True)
-class _ReducedHere:
-    """Nothing has to travel."""
-
-    memory: Tensor
-    words: Sequence[int] = ()
-
-    def finish(self, out: Tensor | None = None) -> Tensor:
-        return self.memory
-
-
-@dataclass(frozen=True)
-class _GatheredHere:
-    def wait(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -123,66 +117,100 @@ class _PendingInts:
         return self.read()
 
 
+# ---------------------------------------------------------------------- a world of one
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A reduce or gather of one rank, which is complete at once."""
+
+    memory: Tensor
+    nbytes = 0
+
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        return self.memory
+
+    def wait(self) -> None:
+        pass
+
+
 class NullExchange:
-    """A world of one."""
+    """A world of one: nothing travels."""
 
     blocks_host = False
     bytes_sent = bytes_received = 0
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Fresh memory: the bucket itself becomes the sum."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def free(self, memory: Tensor) -> None:
+        """Nothing to keep: the memory is the sum."""
+
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """The memory is the sum."""
-        return _ReducedHere(memory[: bucket.size])
+        return _Local(memory[: bucket.size])
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
-        """Everything is here."""
-        return _GatheredHere()
+        """All parts are in place."""
+        return _Local(memory)
 
-    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
-        """This rank's words."""
-        return _PendingInts(lambda: [list(words)])
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """This rank's integers."""
+        return _PendingInts(lambda: [list(values)])
 
     def release_scratch(self) -> None:
-        """There is none."""
+        """No scratch memory to release."""
 
 
 # ---------------------------------------------------------------------- host memory
 
 
 class HostExchange:
-    """Point to point through host memory; accelerator memory is staged."""
+    """Point-to-point messages through host memory; accelerator memory is copied to the host first."""
 
     blocks_host = True
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._rank, self._world = transport, transport.rank, transport.world_size
         self.bytes_sent = self.bytes_received = 0
-        self._scratch = Scratch()
+        self._bucket_scratch, self._receive_scratch = Scratch(), Scratch()
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory from a pool on the host, fresh memory elsewhere."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._bucket_scratch.allocate(numel, dtype)
+
+    def free(self, memory: Tensor) -> None:
+        """Return memory to the pool."""
+        self._bucket_scratch.free(memory)
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
-        """Every rank's part to its owner, who sums in the order of the ranks."""
+        """Send every rank's part to its owner, who sums in rank order."""
         host = memory.cpu()
         mine = host[bucket.cuts[self._rank] : bucket.cuts[self._rank + 1]]
-        sources = [source for _, source in self._pairs_of_ranks()] if mine.numel() else []
-        buffers = {source: self._scratch.take(mine.numel(), mine.dtype) for source in sources}
-        pairs = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, buffers.get(source), source)
-                 for to, source in self._pairs_of_ranks()]  # fmt: skip
-        transfers = self._start_messages(pairs, _TAG_REDUCE)
-        return _HostPendingReduce(self._rank, mine, buffers, transfers, memory.device, self._scratch)
+        sources = [source for _, source in self._pairs()] if mine.numel() else []
+        buffers = {source: self._receive_scratch.allocate(mine.numel(), mine.dtype) for source in sources}
+        messages = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, buffers.get(source), source)
+                    for to, source in self._pairs()]  # fmt: skip
+        transfers = self._start(messages, TAG_REDUCE)
+        return _HostReduce(self._rank, mine, buffers, transfers, memory.device, self._receive_scratch)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
-        """Every owner's part to all, straight into place where the memory is the host's."""
+        """Send every owner's part to all ranks, straight into place if the memory is on the host."""
         staged = memory.cpu() if memory.device.type != "cpu" else memory
         parts = [staged[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
-        pairs = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs_of_ranks()]
-        transfers = self._start_messages(pairs, _TAG_GATHER)
+        messages = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs()]
+        transfers = self._start(messages, _TAG_GATHER)
         others = [(bucket.cuts[rank], parts[rank]) for rank in range(self._world) if rank != self._rank]
-        return _HostPendingGather(transfers, memory, [] if staged is memory else others)
+        return _HostGather(transfers, memory, [] if staged is memory else others)
 
-    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """One small message to and from every rank."""
-        rows = {rank: torch.tensor(words, dtype=torch.int64) for rank in range(self._world)}
-        pairs = [(rows[self._rank], to, rows[source], source) for to, source in self._pairs_of_ranks()]
-        transfers = self._start_messages(pairs, _TAG_MEET)
+        rows = {rank: torch.tensor(values, dtype=torch.int64) for rank in range(self._world)}
+        messages = [(rows[self._rank], to, rows[source], source) for to, source in self._pairs()]
+        transfers = self._start(messages, _TAG_INTS)
 
         def read() -> list[list[int]]:
             for transfer in transfers.all():
@@ -192,28 +220,32 @@ class HostExchange:
         return _PendingInts(read)
 
     def release_scratch(self) -> None:
-        """Keep what is under way."""
-        self._scratch.trim()
+        """Release the pools' free memory; what is in flight stays."""
+        self._bucket_scratch.trim()
+        self._receive_scratch.trim()
 
-    def _pairs_of_ranks(self) -> Iterator[tuple[int, int]]:
-        """Whom to send to and whom to receive from: in each round everybody sends once and receives once."""
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        """Whom to send to and whom to receive from, so that at each shift every rank sends once and receives once."""
         for shift in range(1, self._world):
             yield (self._rank + shift) % self._world, (self._rank - shift) % self._world
 
-    def _start_messages(self, pairs: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Transfers:
-        found = _Transfers()
-        for outgoing, to, buffer, source in pairs:
-            for message in _messages(buffer):
-                self.bytes_received += message.numel() * message.element_size()
-                found.receives.setdefault(source, []).append(self._transport.start_receive(message, source, tag))
-            for message in _messages(outgoing):
-                found.sends.append(self._transport.start_send(message, to, tag))
-                self.bytes_sent += message.numel() * message.element_size()
-        return found
+    def _start(self, messages: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Transfers:
+        """Post the receive of each pair before its send: this order must be the same on all ranks."""
+        transfers = _Transfers()
+        for outgoing, to, buffer, source in messages:
+            for piece in _pieces(buffer):
+                self.bytes_received += piece.numel() * piece.element_size()
+                transfers.receives.setdefault(source, []).append(self._transport.start_receive(piece, source, tag))
+            for piece in _pieces(outgoing):
+                transfers.sends.append(self._transport.start_send(piece, to, tag))
+                self.bytes_sent += piece.numel() * piece.element_size()
+        return transfers
 
 
 @dataclass(frozen=True)
 class _Transfers:
+    """Transfers that are in flight; each keeps its memory alive."""
+
     receives: dict[int, list[Transfer]] = field(default_factory=dict)
     sends: list[Transfer] = field(default_factory=list)
 
@@ -222,7 +254,7 @@ class _Transfers:
 
 
 @dataclass(frozen=True)
-class _HostPendingReduce:
+class _HostReduce:
     rank: int
     mine: Tensor
     buffers: dict[int, Tensor]
@@ -230,29 +262,33 @@ class _HostPendingReduce:
     device: torch.device
     scratch: Scratch
 
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+
     def finish(self, out: Tensor | None = None) -> Tensor:
         total = torch.empty_like(self.mine) if out is None or out.device.type != "cpu" else out
-        for number, place in enumerate(_messages(total)):
+        for number, place in enumerate(_pieces(total)):
             self._sum(number, place)
         for transfer in self.transfers.sends:
             transfer.wait()
         for buffer in self.buffers.values():
-            self.scratch.give(buffer)
+            self.scratch.free(buffer)
         return total.to(self.device)
 
     def _sum(self, number: int, place: Tensor) -> None:
-        """The order is that of the ranks, whoever sums."""
+        """Sum in rank order: every owner must use the same order, or a sum would depend on who owns it."""
         parts = [self._part(rank, number) for rank in sorted([self.rank, *self.buffers])]
         torch.add(parts[0], parts[1], out=place)
         for part in parts[2:]:
             place.add_(part)
 
     def _part(self, rank: int, number: int) -> Tensor:
-        return list(_messages(self.mine))[number] if rank == self.rank else self.transfers.receives[rank][number].wait()
+        return list(_pieces(self.mine))[number] if rank == self.rank else self.transfers.receives[rank][number].wait()
 
 
 @dataclass(frozen=True)
-class _HostPendingGather:
+class _HostGather:
     transfers: _Transfers
     memory: Tensor
     staged: Sequence[tuple[int, Tensor]]
@@ -264,8 +300,8 @@ class _HostPendingGather:
             self.memory[start : start + part.numel()].copy_(part)
 
 
-def _messages(part: Tensor | None) -> Sequence[Tensor]:
-    """A part as the messages it travels in; lengths alone decide, so both ends cut alike."""
+def _pieces(part: Tensor | None) -> Sequence[Tensor]:
+    """A part as the messages it travels in. Lengths alone decide, so sender and receiver cut alike."""
     if part is None or not part.numel():
         return ()
     return part.split(max(1, _MESSAGE_BYTES // part.element_size()))
@@ -275,7 +311,7 @@ def _messages(part: Tensor | None) -> Sequence[Tensor]:
 
 
 class StreamExchange:
-    """The backend's own collectives, in stream order: nothing here waits on the host but `Meeting.wait`."""
+    """The backend's own collectives, in stream order: the host waits only in `PendingInts.wait`."""
 
     blocks_host = False
 
@@ -284,32 +320,39 @@ class StreamExchange:
         self.bytes_sent = self.bytes_received = 0
         self._even: dict[int, tuple[Bucket, int | None]] = {}  # by identity: thousands of cuts are slow to compare
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory from the allocator of the device, which reuses it in stream order."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def free(self, memory: Tensor) -> None:
+        """The allocator takes it back with its last reference."""
+
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
-        """A reduce-scatter; memory that was made for it is padded so that all parts are equally long."""
+        """A reduce-scatter; buckets are padded so that the parts of all ranks have the same length."""
         parts = self._parts(memory, bucket)
         output = torch.empty_like(parts[self._rank])
         self._count(memory)
         transfer = self._transport.start_reduce_scatter(output, parts, memory)
-        return _StreamPendingReduce(transfer, memory, bucket.owned(self._rank).length)
+        return _StreamReduce(transfer, memory, bucket.owned(self._rank).length, output.nbytes)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """An all-gather in place."""
         self._count(memory)
         return self._transport.start_all_gather(self._parts(memory, bucket), memory)  # type: ignore[return-value]
 
-    def start_all_gather_ints(self, words: Sequence[int]) -> PendingInts:
-        """One row for every rank; a sum of rows with one rank's words in each is all of them."""
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """An all-reduce of a matrix with one row per rank, of which each rank fills its own."""
         own = torch.tensor(
-            [[0] * len(words)] * self._rank + [list(words)] + [[0] * len(words)] * (self._world - self._rank - 1)
+            [[0] * len(values)] * self._rank + [list(values)] + [[0] * len(values)] * (self._world - self._rank - 1)
         )
         device = self._transport.wire_device
-        # From pinned memory the copy is a matter between streams; from any other it would stop the host.
+        # Only from pinned memory is the copy asynchronous: from any other it would block the host.
         rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         transfer = self._transport.start_all_reduce(rows)
         return _PendingInts(lambda: transfer.wait().tolist())
 
     def release_scratch(self) -> None:
-        """The backend's own."""
+        """No scratch memory to release: the backend has its own."""
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> Sequence[Tensor]:
         if id(bucket) not in self._even:
@@ -326,10 +369,11 @@ class StreamExchange:
 
 
 @dataclass(frozen=True)
-class _StreamPendingReduce:
+class _StreamReduce:
     transfer: Transfer
-    memory: Tensor  # read by the backend until the flight has landed
+    memory: Tensor  # the backend reads it until the transfer is done
     length: int
+    nbytes: int
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         return self.transfer.wait()[: self.length]

@@ -1,4 +1,4 @@
-"""What both optimizers are: one rank's part of a whole, whose state is put together only when somebody asks for it."""
+"""What both optimizers share: state dicts of an optimizer whose state is divided among ranks."""
 
 from __future__ import annotations
 
@@ -6,39 +6,46 @@ from abc import abstractmethod
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zerostep.optim.dcp_guard import ADVICE, refuse_dcp
+from zerostep.plan.groups import all_params
 from zerostep.state.state_dict import StateDict
+from zerostep.step.health import Health
 
 __all__ = ["PartitionedOptimizer"]
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
-    """State dicts in `torch.optim`'s own format, with their hooks, of an optimizer that has a part on every rank."""
+    """An optimizer with a part of its state on every rank; state dicts have `torch.optim`'s own format."""
 
     rank: int
     world_size: int
     process_group: Any
+    _health: Health
     _has_state: bool
-    _broken: str | None
     _all_state_dicts: list[Any]
 
-    @abstractmethod
     def _check_usable(self) -> None:
-        """Raise if a failure has left this optimizer in a state that must not be used."""
+        """Raise if a step has failed half-way and nothing was loaded since."""
+        self._health.check()
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return all_params(self.param_groups)
 
     @abstractmethod
-    def _collected(self, to: int) -> list[Any]:
-        """Every rank's part, on rank `to`; nothing on the others. A collective."""
+    def _collect_state(self, to: int) -> list[Any]:
+        """Every rank's part of the state, on rank `to`; an empty list on the others. A collective."""
 
     @abstractmethod
-    def _whole(self) -> StateDict:
+    def _consolidated(self) -> StateDict:
         """What was collected, as one state dict."""
 
     @abstractmethod
-    def _take(self, state_dict: StateDict) -> None:
+    def _load_whole(self, state_dict: StateDict) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -50,7 +57,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         if not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
         self._all_state_dicts = []
-        self._all_state_dicts = self._collected(to)
+        self._all_state_dicts = self._collect_state(to)
 
     def release_state_dict(self) -> None:
         """Free the consolidated state that this rank may hold."""
@@ -70,7 +77,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
             )
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        found = self._whole()
+        found = self._consolidated()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, found)
             found = found if replaced is None else replaced
@@ -86,13 +93,11 @@ class PartitionedOptimizer(Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, found)
             found = found if replaced is None else replaced
-        self._take(found)
-        self._all_state_dicts, self._broken = [], None
+        self._load_whole(found)
+        self._all_state_dicts = []
+        self._health.mark_recovered()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _spoil(self, story: str) -> None:
-        self._broken = story
 
     def _refuse_joining(self) -> None:
         if self._join_config.enable:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostep.comm.transport import TransportError
 from zerostep.optim.zero import ZeroRedundancyOptimizer
 from zerostep.step.bucket_runner import BucketRunner, StreamRunner, ThreadRunner
 from zerostep.step.ddp_hook import after_backward, never_raising
@@ -76,14 +75,14 @@ class _Overlap:
     """What one DDP module and one optimizer share."""
 
     def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
-        self._state = _checked(ddp, zero)
-        device = zero.join_device
-        self._zero = zero
-        self._control = zero._transport.companion()
-        ordered = zero._transport.stream_ordered(device)
+        self._state = _checked_state(ddp, zero)
+        self._zero = zero  # the state holds its optimizer weakly
+        device, transport = zero.join_device, self._state.transport
+        self._control = transport.companion()
+        ordered = transport.stream_ordered(device)
         # In stream order one group is enough, and two are not safe. Where hosts wait, a group of our own lets our
         # messages run beside DDP's.
-        self._transport = zero._transport if ordered else self._control
+        self._transport = transport if ordered else self._control
         self._runner: BucketRunner = StreamRunner(device) if ordered else ThreadRunner(device)
         self._ddp = ref(ddp)
         self._refusal: Exception | None = None
@@ -92,23 +91,21 @@ class _Overlap:
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
         self._state.refuse_edited_gradients()
         if torch.is_grad_enabled():
-            self._state.refuse_changed_parameters(self._zero._owners)
+            self._state.refuse_changed_parameters()
 
     def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
-        """Start the reduction of a bucket with the wrapped hook."""
+        """Start the reduction of a bucket with the wrapped hook; on the thread of backward."""
         if bucket.index() == 0:
             self._refusal = self._begin()
         if self._refusal is not None:
             raise self._refusal
-        arrival = self._state.pipeline.arrive(bucket, self._is_used if self._may_be_unused() else None)
-        return arrival, never_raising(lambda: hook(state, bucket))
+        arrived = self._state.arrive(bucket, self._is_used if self._may_be_unused() else None)
+        return arrived, never_raising(lambda: hook(state, bucket))
 
     def _begin(self) -> Exception | None:
         """What speaks against this iteration, with all its buckets."""
         try:
-            self._zero._check_usable()
-            self._zero._saves.raise_if_failed()
-            self._state.begin(self._zero._owners)
+            self._state.begin()
         except Exception as error:
             return error
         return None
@@ -123,48 +120,42 @@ class _Overlap:
         if torch._C._current_graph_task_id() != -1:
             return param.grad is not None
         # The shadow pass of a joined rank, outside of backward: for DDP, such a rank goes on using what was used last.
-        return self._state.pipeline.was_used(param)
+        return self._state.was_used(param)
 
     def pass_on(self, reduction: Reduction) -> Future[Tensor]:
-        """The gradients of a bucket, for DDP; if their reduction fails, the last bucket tells."""
-        arrival, future = reduction
-        return future.then(lambda done: _gradients(arrival, _outcome(done)))
+        """The gradients of a bucket, for DDP; if their reduction fails, the error is raised with the last bucket."""
+        arrived, future = reduction
+        return future.then(lambda done: _gradients(arrived, _outcome(done)))
 
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
-        last = reductions[-1][0].is_last
-        if last:
-            after_backward(lambda: self._state.snapshot.take(self._state.leaf_of))
+        if reductions[-1][0].is_last:
+            after_backward(self._state.snapshot_gradients)
         return self._runner.run(lambda: self._process(reductions))
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
-        self._zero._check_usable()
-        for arrival, future in reductions:
+        for arrived, future in reductions:
             reduced = _outcome(future)
-            try:
-                self._state.pipeline.process(arrival, reduced, self._transport, self._control)
-            except TransportError as error:
-                self._zero._break(f"the exchange of bucket {arrival.index} failed: {error}", error)
-            if arrival.is_last:
-                self._zero._end_step_inside_backward()
-        return _gradients(arrival, reduced)
+            self._state.process(arrived, reduced, self._transport, self._control)
+        return _gradients(arrived, reduced)
 
 
 def _outcome(future: Future[Tensor]) -> Tensor | Exception:
     """What the wrapped hook has made of a bucket."""
     try:
-        found = future.wait()
+        value = future.wait()
     except Exception as error:
         return error
-    return found[0] if isinstance(found, (list, tuple)) else found
+    return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _gradients(arrival: ArrivedBucket, reduced: Tensor | Exception) -> Tensor:
-    return arrival.buffer if isinstance(reduced, Exception) else reduced
+def _gradients(arrived: ArrivedBucket, reduced: Tensor | Exception) -> Tensor:
+    return arrived.buffer if isinstance(reduced, Exception) else reduced
 
 
-def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> OverlapState:
-    if zero._overlap_state is None:
+def _checked_state(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> OverlapState:
+    state = zero.overlap_state
+    if state is None:
         raise ValueError(
             "the optimizer was built for steps of its own: construct it with overlap_with_ddp=True to use it in a hook"
         )
@@ -173,4 +164,4 @@ def _checked(ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> Ove
         raise ValueError(
             f"the optimizer spans ranks {ours}, the DDP module ranks {theirs}: give both the same process group"
         )
-    return zero._overlap_state
+    return state

@@ -1,15 +1,16 @@
-"""`ShardedOptimizer`: the native face of the engine. Gradients and optimizer state are sharded, by element if possible.
+"""`ShardedOptimizer`: gradients and optimizer state are sharded, by element where the optimizer allows it.
 
-Each rank sums the gradients of the elements it owns while backward still runs, updates those elements in `step()`, and
-sends them to everyone, at the end of the step or behind the next forward pass.
+Each rank sums the gradients of the elements it owns while backward runs, updates those elements in `step()`, and sends
+them to everyone, at the end of the step or behind the next forward pass. This module is torch's interface to that; the
+step itself is `zerostep.step.training_step`, over `zerostep.step.engine`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 from weakref import ref
 
@@ -21,46 +22,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm import stream
 from zerostep.comm.agreement import Fact, agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
-from zerostep.comm.mesh import Ranks, resolve
-from zerostep.comm.objects import gather_object
+from zerostep.comm.mesh import resolve
 from zerostep.optim.base import PartitionedOptimizer
 from zerostep.optim.dcp_guard import refuse_dcp
 from zerostep.optim.sharded_join import JoinProtocol, ShardedJoinHook
+from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
-from zerostep.plan.groups import (
-    Group,
-    OptimizerClass,
-    all_params,
-    class_of,
-    normalise,
-    options,
-    own_options,
-    refuse_sparse,
-)
+from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_sparse
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
-from zerostep.state.expected import GroupOptimizer
-from zerostep.state.fragments import assemble, ready_to_travel
-from zerostep.state.leaf_state import LeafStates
-from zerostep.state.param_state import DictState, SavedState
-from zerostep.state.restore import validate
-from zerostep.state.state_dict import StateDict, pack_groups
+from zerostep.state.param_state import SavedState
+from zerostep.state.state_dict import StateDict
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
 from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
+from zerostep.step.health import Health
+from zerostep.step.initial_values import broadcast_values
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.labels import PhaseTimer
 from zerostep.step.reference import ReferenceOptimizer
-from zerostep.step.stats import PhaseTimer, Stats
-from zerostep.tensors import is_dense
+from zerostep.step.stats import Stats
+from zerostep.step.training_step import TrainingStep
 
 __all__ = ["ShardedOptimizer"]
 
-logger = logging.getLogger("zerostep")
-
-_PROVED_STEPS = 10
+_VERIFIED_STEPS = 10
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
 
@@ -94,8 +82,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     `consolidate_state_dict` are collective: all ranks call them.
     """
 
-    _engine: Engine | None = None
-    _inners: InnerOptimizers
+    _step: TrainingStep | None = None  # before construction is complete, torch's constructor calls add_param_group
 
     def __init__(  # noqa: PLR0913
         self,
@@ -114,17 +101,15 @@ class ShardedOptimizer(PartitionedOptimizer):
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
-        settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
-        order = in_order(self._model.parameters())
-        self._planner = LayoutPlanner(optimizer_class, defaults, settings, order)
-        self._timer, self._steps = PhaseTimer(), 0
-        self._broken: str | None = None
+        self._settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
+        self._planner = LayoutPlanner(optimizer_class, defaults, self._settings, in_order(self._model.parameters()))
+        self._timer, self._health = PhaseTimer(), Health()
         self._all_state_dicts = []
         self._join: JoinProtocol | None = None
-        self._contexts = 0
+        self._join_contexts = 0
         self._has_state = False
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
-        self._ranks: Ranks = resolve(wanted, _first_device(self._model))
+        self._ranks = resolve(wanted, _first_device(self._model))
         self._saves = BackgroundSaves(self._ranks.everyone)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
@@ -133,17 +118,15 @@ class ShardedOptimizer(PartitionedOptimizer):
             agreement.facts = [*self._facts(), Fact("verify", repr(verify))]
         self._start()
         if verify:
-            steps = _PROVED_STEPS if verify is True else verify
-            specs = self._layout.params
-            self._running.reference = ReferenceOptimizer(
-                self._planner, self.param_groups, specs, self._ranks.everyone, steps
-            )
+            steps = _VERIFIED_STEPS if verify is True else verify
+            specs, everyone = self._layout.params, self._ranks.everyone
+            self._running.verify_with(ReferenceOptimizer(self._planner, self.param_groups, specs, everyone, steps))
 
     # ------------------------------------------------------------------ construction
 
     def _build(self, params: Any) -> None:
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
-        self._planner.settings.check()
+        self._settings.check()
         given = normalise(list(self._model.named_parameters()) if params is None else params)
         Joinable.__init__(self)
         self._not_joining = self._join_config
@@ -153,7 +136,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
-        if self._ddp is None or self._planner.settings.reduction == "all":
+        if self._ddp is None or self._settings.reduction == "all":
             return
         known = set(map(id, self._all_params))
         trained = [(name, param) for name, param in self._model.named_parameters() if param.requires_grad]
@@ -171,49 +154,34 @@ class ShardedOptimizer(PartitionedOptimizer):
         return [
             *facts_of(self.param_groups, self._layout.params, default, with_strides=True),
             Fact("the optimizer classes of the groups", ", ".join(classes)),
-            Fact("the settings", f"{self._planner.settings}, {wrapped}"),
+            Fact("the settings", f"{self._settings}, {wrapped}"),
             Fact("the layout", self._layout.digest()),
         ]
 
     def _start(self) -> None:
-        """All ranks agree: take over the parameters."""
-        settings, params = self._planner.settings, self._all_params
-        reduces = self._ddp is None or settings.reduction == "scatter"
+        """All ranks agree: move the parameters into flat memory and register hooks."""
+        reduces = self._ddp is None or self._settings.reduction == "scatter"
         if self._ddp is None:
-            self._broadcast()
-        self._engine = Engine(self._ranks, self._layout, params, settings, reduces, self._timer)
-        members = self._bind_trainable()
+            self._broadcast_model()
+        engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer)
+        members = [list[Tensor]() for _ in self.param_groups]
+        for leaf in engine.buckets.bind_trainable():
+            members[leaf.group].append(leaf.tensor)
         self._inners = InnerOptimizers(self.param_groups, members, self._planner.default_class, self._planner.defaults)
-        self._states = LeafStates(self._engine, self._inners)
         self.defaults = self._inners.defaults
-        self._grad_source: GradSource = self._make_grad_source(self._engine, reduces)
-        self._grad_source.extend(params)
-        self._forward_hooks = self._make_forward_hooks() if settings.gather == "forward" else None
+        self._grad_source = self._make_grad_source(engine, reduces)
+        self._grad_source.extend(engine.buckets.params)
+        self._step = TrainingStep(
+            engine, self._inners, self.param_groups, self._grad_source, self._saves, self._health, self._settings
+        )
+        self._state = ShardedState(self._step, self._inners, self.param_groups, self._planner, self._ranks)
+        self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
 
-    def _broadcast(self) -> None:
-        """What rank 0 has, everyone has: parameters and buffers."""
+    def _broadcast_model(self) -> None:
+        """Parameters and buffers of rank 0 to all ranks."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         known = set(map(id, tensors))
-        tensors += [param for param in self._all_params if id(param) not in known]
-        self._broadcast_all(tensors)
-
-    def _broadcast_all(self, tensors: Sequence[Tensor]) -> None:
-        copies = [tensor.detach() if is_dense(tensor) else tensor.detach().contiguous() for tensor in tensors]
-        with torch.no_grad():
-            for transport in (self._ranks.replicas, self._ranks.shards):
-                stream.broadcast(transport, copies, 0)
-            for tensor, copy in zip(tensors, copies, strict=True):
-                if not is_dense(tensor):
-                    _once_each(tensor.detach()).copy_(_once_each(copy, tensor))
-
-    def _bind_trainable(self) -> list[list[Tensor]]:
-        """Move parameters that are trainable, and were not before, into flat memory; the new leaves of each group."""
-        engine, found = self._running, [list[Tensor]() for _ in self.param_groups]
-        for index, bucket in enumerate(engine.layout.buckets):
-            if index not in engine.shards and any(engine.params[slot.param].requires_grad for slot in bucket.slots):
-                for leaf in engine.bind(index).leaves:
-                    found[leaf.group].append(leaf.tensor)
-        return found
+        broadcast_values(self._ranks, tensors + [param for param in self._all_params if id(param) not in known])
 
     def _make_grad_source(self, engine: Engine, reduces: bool) -> GradSource:
         if self._ddp is None:
@@ -221,37 +189,35 @@ class ShardedOptimizer(PartitionedOptimizer):
         return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
-        engine = self._running
-        buckets = {param: engine.layout.place_of(index)[0] for index, param in enumerate(engine.params)}
-        return ForwardHooks(self._model, buckets, engine.pending_gathers.wait)
+        engine = self._running.engine
+        params, layout = engine.buckets.params, engine.buckets.layout
+        buckets = {param: layout.place_of(index)[0] for index, param in enumerate(params)}
+        return ForwardHooks(self._model, buckets, engine.gathers.wait)
 
     @property
-    def _running(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def _all_params(self) -> list[Tensor]:
-        return all_params(self.param_groups)
+    def _running(self) -> TrainingStep:
+        assert self._step is not None
+        return self._step
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; what was there before stays where it is."""
-        if self._engine is None:
+        if self._step is None:
             super().add_param_group(param_group)
             return
         before = len(self.param_groups), self._layout
         try:
             with agreed(self._ranks.everyone) as agreement:
                 self._append(param_group)
-                # What is under way is of buckets that all ranks have: with a further one, passes would not match.
-                passes = self._running.reduction.passes + bool(self._running.reduction.open)
-                record = Fact("the number of backward passes since the last step", str(passes))
-                agreement.facts, agreement.remedy = [record, *self._facts()], _ADDING
+                # Buckets in flight are those that all ranks have: with a further one, passes would not match.
+                reduction = self._running.engine.reduction
+                passes = reduction.passes + bool(reduction.open)
+                fact = Fact("the number of backward passes since the last step", str(passes))
+                agreement.facts, agreement.remedy = [fact, *self._facts()], _ADDING
         except Exception:
             del self.param_groups[before[0] :]
             self._layout = before[1]
             raise
-        self._take_over_last()
+        self._start_last_group()
 
     def _append(self, param_group: Group) -> None:
         if not isinstance(param_group, dict):
@@ -267,19 +233,17 @@ class ShardedOptimizer(PartitionedOptimizer):
         further = self._planner.plan(self.param_groups[-1:], self.world_size, number, count)
         self._layout = extend(self._layout, further)
 
-    def _take_over_last(self) -> None:
-        engine, params = self._running, self._all_params
+    def _start_last_group(self) -> None:
+        step, engine = self._running, self._running.engine
         self.synchronize()
-        engine.extend(self._layout, params)
+        engine.extend(self._layout, self._all_params)
         if self._ddp is None:
-            self._broadcast_all(self.param_groups[-1]["params"])
-        *others, mine = self._bind_trainable()
-        self._inners.add(self.param_groups[-1], mine)
-        for group, leaves in enumerate(others):
-            self._inners.extend(group, leaves)
-        self._grad_source.extend(params)
-        if engine.reference is not None:
-            engine.reference.add(self.param_groups[-1], self._layout.params)
+            broadcast_values(self._ranks, self.param_groups[-1]["params"])
+        leaves, number = engine.buckets.bind_trainable(), len(self.param_groups) - 1
+        self._inners.add(self.param_groups[-1], [leaf.tensor for leaf in leaves if leaf.group == number])
+        step.add_leaves([leaf for leaf in leaves if leaf.group != number])
+        self._grad_source.extend(engine.buckets.params)
+        step.add_to_reference(self.param_groups[-1])
         if self._forward_hooks is not None:
             self._forward_hooks.remove()
             self._forward_hooks = self._make_forward_hooks()
@@ -298,88 +262,23 @@ class ShardedOptimizer(PartitionedOptimizer):
         if self._join is not None and self._join_config.enable:
             self._check_order()
             self._join.step()
-        self._step()
-        return loss
-
-    def _step(self) -> None:
-        self._check_usable()
-        self._saves.raise_if_failed()
-        self._follow()
-        with self._running.lock, self._failing_together():
-            self._running.end_passes()
-            self._step_reference()
-            self._running.update(self._inners)
-            self._running.wait_used_mask()
-            # In a join context DDP reads all parameters at the end, whoever is still waiting for them.
-            if self._planner.settings.gather == "step" or self._join_config.enable:
-                self._raise_if_peer_failed()
-                self.synchronize()
-        self._inners.pull(self.param_groups)
-        self._steps += 1
+        self._running.run(joining=self._join_config.enable)
         self._has_state = True
-        self._compare()
-
-    def _step_reference(self) -> None:
-        """In proof mode, let the unsharded optimizer step with the same sums."""
-        engine = self._running
-        if engine.reference is not None:
-            engine.reference.step(self.param_groups, engine.params, engine.whole_gradients())
-
-    def _compare(self) -> None:
-        reference = self._running.reference
-        if reference is not None:
-            self.synchronize()
-            reference.compare(self._running.params)
-            if reference.done:
-                self._running.reference = None
-
-    def _follow(self) -> None:
-        """Notice what the user did to the parameters since the last step."""
-        engine = self._running
-        self.synchronize()
-        self._raise_if_peer_failed()
-        engine.follow()
-        for group, leaves in enumerate(self._bind_trainable()):
-            self._inners.extend(group, leaves)
-        self._grad_source.extend(engine.params)
-        self._inners.push(self.param_groups)
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """After an error in a step, parameters and state belong to no step."""
-        try:
-            yield
-        except Exception as error:
-            self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {error}"
-            raise
-
-    def _raise_if_peer_failed(self) -> None:
-        """An error in one rank's update ends the step of all, where hosts wait for each other anyway."""
-        failed = self._running.failed()
-        if failed:
-            self.synchronize()
-            self._broken = f"the update of step {self._steps} failed on rank {failed[0]}"
-            raise RuntimeError(f"{self._broken}; restart from the last checkpoint on all ranks")
+        return loss
 
     def synchronize(self) -> None:
         """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
-        self._running.pending_gathers.wait()
+        self._running.synchronize()
 
     def _check_usable(self) -> None:
-        if self._engine is not None and self._engine.failure is not None:
-            self._broken = self._broken or f"a backward pass failed on rank {self.rank}: {self._engine.failure}"
-        if self._broken is not None:
-            raise RuntimeError(
-                f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
-                "the model's and this optimizer's, on all ranks before going on"
-            )
+        self._running.check_usable()
 
     # ------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were reduced too."""
-        engine = self._running
-        if set_to_none or self._planner.settings.reduction == "all":
+        engine = self._running.engine
+        if set_to_none or self._settings.reduction == "all":
             engine.drop_all()
             super().zero_grad(set_to_none)
         else:
@@ -389,46 +288,30 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
-        return self._ddp.no_sync() if self._ddp is not None else self._paused()
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        engine = self._running
-        before, engine.paused = engine.paused, True
-        try:
-            yield
-        finally:
-            engine.paused = before
+        return self._ddp.no_sync() if self._ddp is not None else self._running.engine.paused()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients together, as torch would find it on whole gradients; the same on all ranks."""
-        return self._as_norm(self._announced_clip(math.inf, norm_type))
+        return self._as_norm(self._clip(math.inf, norm_type))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm they had."""
         if error_if_nonfinite:
-            total = self._announced_clip(math.inf, norm_type)
+            total = self._clip(math.inf, norm_type)
             if not math.isfinite(total):
                 raise RuntimeError(
                     f"the norm of order {norm_type} of all gradients is {total}, which cannot be clipped: look for the "
                     "rank whose loss is not finite, or pass error_if_nonfinite=False"
                 )
-        return self._as_norm(self._announced_clip(float(max_norm), norm_type))
-
-    def _announced_clip(self, max_norm: float, norm_type: float) -> float:
-        if self._join is not None and self._join_config.enable:
-            self._join.clip(max_norm, float(norm_type))
-        return self._clip(max_norm, float(norm_type))
+        return self._as_norm(self._clip(float(max_norm), norm_type))
 
     def _clip(self, max_norm: float, norm_type: float) -> float:
-        """The norm of all gradients, which are scaled to `max_norm` unless that is infinite."""
-        total = self._running.grad_ops.total_norm(norm_type)
-        if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
-            self._running.grad_ops.scale(factor)
-        return total
+        if self._join is not None and self._join_config.enable:
+            self._join.clip(max_norm, float(norm_type))
+        return self._running.clip(max_norm, float(norm_type))
 
     def _as_norm(self, value: float) -> Tensor:
-        return torch.tensor(value, device=self._running.params[0].device)
+        return torch.tensor(value, device=self.join_device)
 
     # ------------------------------------------------------------------ state
 
@@ -439,110 +322,70 @@ class ShardedOptimizer(PartitionedOptimizer):
         What is shaped like the parameter is a flat view of the owned elements where a parameter may be cut.
         """
         refuse_dcp("ShardedOptimizer")
-        return {} if self._engine is None else self._states.by_parameter()
+        return {} if self._step is None else self._state.leaves.by_parameter()
 
     @state.setter
     def state(self, value: Any) -> None:
         pass  # torch sets an empty one before anything exists
 
-    def _collected(self, to: int) -> list[Any]:
-        found: list[Any] = gather_object(self._ranks.shards, lambda: ready_to_travel(self._states.shares()), to)
-        return found
+    def _collect_state(self, to: int) -> list[Any]:
+        return self._state.collect(to)
 
-    def _whole(self) -> StateDict:
-        groups = [
-            {k: v for k, v in group.items() if k != "optimizer_class"} for group in pack_groups(self.param_groups)
-        ]
-        return {"state": assemble(self._all_state_dicts, self._running.params), "param_groups": groups}
+    def _consolidated(self) -> StateDict:
+        return self._state.consolidated(self._all_state_dicts)
 
-    def _take(self, state_dict: StateDict) -> None:
-        kinds = [self._inners.of(group) for group in range(len(self.param_groups))]
-        numbers = validate(state_dict, self.param_groups, kinds, {})
-        saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
-        chosen = [options(dict(group)) for group in state_dict["param_groups"]]
-        self._running.recover()
-        params = self._running.params
-        self._states.load({number: DictState(entry, params[number]) for number, entry in saved.items()}, chosen)
-        self._loaded(saved, chosen)
-
-    def _loaded(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
-        """All state and options are new."""
-        if self._running.reference is not None:
-            self._running.reference.load(saved, chosen)
-        self._inners.pull(self.param_groups)
-        self._has_state, self._all_state_dicts, self._broken = bool(saved), [], None
+    def _load_whole(self, state_dict: StateDict) -> None:
+        self._has_state = self._state.load_whole(state_dict)
 
     def optimizer_view(self) -> OptimizerView:
+        """What checkpoints need of this optimizer; for zerostep's own use."""
         self._refuse_joining()
         return OptimizerView(
             everyone=self._ranks.everyone,
             rank=self.rank,
             writes=self._ranks.replicas.rank == 0,
             layout=self._layout,
-            params=self._running.params,
+            params=self._running.engine.buckets.params,
             groups=self.param_groups,
             kinds=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
-            step=self._steps,
+            step=self._running.count,
             saves=self._saves,
-            settle=self._settle,
-            shares=self._states.shares,
+            settle=self._running.ensure_complete,
+            shares=self._state.leaves.shares,
             others=dict,
             restore=self._restore,
-            spoil=self._spoil,
+            spoil=self._health.mark_broken,
         )
-
-    def group_optimizer(self, group: int) -> GroupOptimizer:
-        """How the state of a group's parameters comes about."""
-        planner, found = self._planner, self.param_groups[group]
-        kind = class_of(found, planner.default_class)
-        defaults = planner.defaults if kind is planner.default_class else {}
-        return GroupOptimizer(kind, defaults, own_options(found), planner.settings.master_dtype)
-
-    @property
-    def _proves(self) -> bool:
-        """Whether an unsharded optimizer runs beside this one, and needs all state."""
-        return self._running.reference is not None
-
-    def _settle(self) -> None:
-        self._check_usable()
-        self.synchronize()
-        self._raise_if_peer_failed()
 
     def _restore(
         self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
-        replace_state = self._states.prepare(saved, options, fresh=True)
+        replace = self._state.prepare_restore(saved, options, step)
 
-        def commit() -> None:
-            self._running.recover()
-            replace_state()
-            proved = saved if self._running.reference is not None else {}
-            whole = {number: {key: found.whole(key) for key in found.names()} for number, found in proved.items()}
-            self._loaded(whole, options)
-            self._has_state, self._steps = bool(saved), step
+        def apply() -> None:
+            replace()
+            self._has_state, self._all_state_dicts = bool(saved), []
 
-        return commit
+        return apply
 
     # ------------------------------------------------------------------ uneven inputs
 
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._running.params[0].device
+        return self._running.engine.buckets.params[0].device
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored.
 
         A module in DDP is listed before the optimizer: `Join([ddp, optimizer])`. A bare module is not listed.
         """
+        in_ddp = self._ddp is not None
         if self._join is None:
-            self._join = JoinProtocol(self, self._ranks.everyone)
-        if self._ddp is None:
-            self._running.on_backward = self._join.backward
-        of = ref(self)
-        self._running.joining = lambda: (found := of()) is not None and found._join_config.enable
-        self._contexts += 1
-        return ShardedJoinHook(self, self._join, self._contexts)
+            self._join = JoinProtocol(self, self._running, self.param_groups, in_ddp, self._ranks.everyone)
+        self._running.engine.enter_join(self._join.active, None if in_ddp else self._join.backward)
+        self._join_contexts += 1
+        return ShardedJoinHook(self._join, partial(_leave_join_context, ref(self), self._join_contexts))
 
     def _check_order(self) -> None:
         if self._ddp is not None and self._join_config.is_first_joinable:
@@ -550,44 +393,22 @@ class ShardedOptimizer(PartitionedOptimizer):
                 "a DDP module and this optimizer join together, the module first: use Join([ddp, optimizer])"
             )
 
-    def _stop_announcing(self) -> None:
-        self._running.on_backward = None
-
     def _leave_join_context(self, number: int) -> None:
         """Go on alone, unless a later context has begun."""
-        if number == self._contexts and self._join is not None:
-            self._stop_announcing()
+        if number == self._join_contexts and self._join is not None:
+            self._running.engine.stop_announcing()
             self._join.end()
             self._join_config = self._not_joining
-
-    def _shadow_backward(self, fresh: bool) -> None:
-        self._running.shadow_backward(fresh)
-
-    def _shadow_step(self) -> None:
-        with self._running.lock:
-            self._step()
-            # The live ranks drop their gradients before the next pass; of a bare module's, there is a word about it.
-            if self._ddp is not None or self._planner.settings.reduction == "all":
-                self._running.drop_all()
-        if self._ddp is None and self._planner.settings.reduction == "all":
-            super().zero_grad()
-
-    def _whole_gradients_of(self, rank: int) -> list[Tensor]:
-        """The parameters whose whole gradients `rank` steps with, where a joined rank cannot have them by itself."""
-        if self._ddp is None or self._planner.settings.reduction == "scatter":
-            return []
-        shard_rank = rank % self.world_size
-        return [self._running.params[fragment.param] for fragment in self._layout.fragments(shard_rank)]
 
     # ------------------------------------------------------------------ about itself
 
     def stats(self) -> Stats:
-        """Bytes moved, time waited and how even the shares are, since the optimizer was built; local."""
-        engine, layout = self._running, self._layout
+        """Bytes moved and held, time waited and how even the shares are, since the optimizer was built; local."""
+        engine, layout = self._running.engine, self._layout
         loads = [layout.load(rank) for rank in range(self.world_size)]
         sent, received = engine.traffic()
         return Stats(
-            steps=self._steps,
+            steps=self._running.count,
             rank=self.rank,
             world_size=self.world_size,
             buckets=len(layout.buckets),
@@ -596,26 +417,26 @@ class ShardedOptimizer(PartitionedOptimizer):
             imbalance=max(loads) * self.world_size / max(1, sum(loads)),
             bytes_sent=sent,
             bytes_received=received,
-            wait_seconds=dict(self._timer.waited),
+            gradient_bytes=engine.reduction.nbytes,
+            state_bytes=self._state.nbytes(),
+            wait_seconds=self._timer.wait_seconds,
         )
+
+
+def _leave_join_context(optimizer: ref[ShardedOptimizer], number: int) -> None:
+    target = optimizer()
+    if target is not None:
+        target._leave_join_context(number)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """The module that holds the parameters, and DDP's wrapper around it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    found = getattr(model, "_orig_mod", model)  # what torch.compile returns
-    if isinstance(found, DistributedDataParallel):
-        return found.module, found
-    return found, None
-
-
-def _once_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Each element of memory once: an expanded tensor shows some of them many times."""
-    for dim, stride in enumerate((tensor if like is None else like).stride()):
-        if stride == 0 and tensor.shape[dim]:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+    module = getattr(model, "_orig_mod", model)  # what torch.compile returns
+    if isinstance(module, DistributedDataParallel):
+        return module.module, module
+    return module, None
 
 
 def _first_device(model: nn.Module) -> torch.device | None:

@@ -1,32 +1,29 @@
-"""Uneven inputs for the sharded optimizer: a rank that has run out of batches goes on with its share of the work.
+"""Uneven inputs for `ShardedOptimizer`: a rank that has joined goes on with its share of the work.
 
-Inside torch's `Join` everything that the live ranks do together is an event: a backward pass of a bare module, a norm,
-a step. A word from every rank goes ahead of it. A joined rank answers in a thread, beside the shadows of other
-joinables: it takes part in a backward pass with zeros, clips and steps on its own part. With a step it is lent the
-options of the groups, which a scheduler may have changed, and, where gradients are whole, those that it needs.
+Everything that the live ranks do together is an event: a backward pass of a bare module, a norm, a step. A few integers
+from every rank go ahead of it. The shadow of a joined rank takes part in a backward pass with zeros, clips, and steps
+on its own part. For a step it receives the options of the groups, which a scheduler may have changed, and, where
+gradients are whole, those that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from struct import pack, unpack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize, ref
 
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join
 
 from zerostep.comm.objects import receive_object, send_object
 from zerostep.comm.transport import Transport
 from zerostep.errors import InterruptedPassError
-from zerostep.optim.join import gradients, on_device, portable
-from zerostep.plan.groups import copy_options, options
-
-if TYPE_CHECKING:
-    from zerostep.optim.sharded import ShardedOptimizer
+from zerostep.optim.join import JoinShadow, gradients_and_options, on_device, with_gradients
+from zerostep.plan.groups import Group, copy_options
+from zerostep.step.training_step import TrainingStep
 
 __all__ = ["JoinEvent", "JoinProtocol", "ShardedJoinHook"]
 
@@ -36,9 +33,9 @@ _LIVE = (BACKWARD, STEP, CLIP)
 
 @dataclass(frozen=True)
 class JoinEvent:
-    """What the live ranks are about to do, with up to two numbers that belong to it.
+    """What a rank is about to do, with up to two numbers that belong to it.
 
-    `rounds` is how many backward passes the sums that it is about are from.
+    `passes` is the number of backward passes that the sums are from.
     """
 
     kind: int
@@ -46,139 +43,141 @@ class JoinEvent:
     second: float = 0.0
     passes: int = 0
 
-    def words(self) -> list[int]:
-        """As it travels."""
+    def to_ints(self) -> list[int]:
+        """The event as integers to send."""
         return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second)), self.passes]
 
     @staticmethod
-    def read(words: Sequence[int]) -> JoinEvent:
-        """From what has travelled."""
-        first, second = unpack("<dd", pack("<qq", *words[1:3]))
-        return JoinEvent(words[0], first, second, words[3])
+    def from_ints(values: Sequence[int]) -> JoinEvent:
+        """The event that `to_ints` wrote."""
+        first, second = unpack("<dd", pack("<qq", *values[1:3]))
+        return JoinEvent(values[0], first, second, values[3])
 
 
 class JoinProtocol:
-    """The words that go ahead of what the live ranks do."""
+    """The messages of one optimizer inside a join context, on a group of their own.
 
-    def __init__(self, optimizer: ShardedOptimizer, transport: Transport) -> None:
-        self._of, self._transport = ref(optimizer), transport.companion()
+    The optimizer owns this object, which holds the optimizer weakly.
+    """
+
+    def __init__(
+        self, optimizer: Any, step: TrainingStep, groups: list[Group], in_ddp: bool, transport: Transport
+    ) -> None:
+        self._optimizer = ref(optimizer)
+        self._step, self._groups, self._in_ddp, self._transport = step, groups, in_ddp, transport.companion()
         self._announced = False
-        self._borrowed: dict[str, Any] = {}
+        self._received: dict[str, Any] = {}
 
     @property
-    def _optimizer(self) -> ShardedOptimizer:
-        found = self._of()
-        assert found is not None
-        return found
+    def in_ddp(self) -> bool:
+        """Whether DDP runs the backward passes, and has a shadow of its own for them."""
+        return self._in_ddp
+
+    @property
+    def training_step(self) -> TrainingStep:
+        """What the live ranks do, and joined ones shadow."""
+        return self._step
+
+    def active(self) -> bool:
+        """Whether the optimizer is inside a join context."""
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer._join_config.enable
 
     def backward(self, fresh: bool) -> None:
-        """A live rank's backward pass begins; `fresh` if no gradients are kept to add to."""
-        if not self._optimizer._join_config.enable:
-            return
-        self._announce()
-        self._meet(JoinEvent(BACKWARD, float(fresh)))
+        """On a live rank: a backward pass begins; `fresh` if it adds to no earlier one."""
+        if self.active():
+            self._announce()
+            self._exchange(JoinEvent(BACKWARD, float(fresh)))
 
     def clip(self, max_norm: float, norm_type: float) -> None:
-        """A live rank is about to find the norm of all gradients, and to clip them."""
+        """On a live rank: the norm of all gradients is about to be computed, and clipped."""
         self._announce()
-        self._meet(JoinEvent(CLIP, max_norm, norm_type, self._passes))
+        self._exchange(JoinEvent(CLIP, max_norm, norm_type, self._passes))
 
     def step(self) -> None:
-        """A live rank is about to step: the lowest one lends what the joined ones lack."""
+        """On a live rank: a step begins. The lowest live rank sends the joined ones what they lack."""
         self._announce()
-        kinds = [event.kind for event in self._meet(JoinEvent(STEP, passes=self._passes))]
+        kinds = [event.kind for event in self._exchange(JoinEvent(STEP, passes=self._passes))]
         self._announced = False
         if self._transport.rank == kinds.index(STEP):
             for rank, kind in enumerate(kinds):
                 if kind == JOINED:
-                    send_object(self._transport, self._loan(rank), rank)
+                    send_object(self._transport, gradients_and_options(self._needed(rank), self._groups), rank)
 
     def end(self) -> None:
-        """A context is over; the next one wants announcements of its own."""
+        """The context has ended; the next one needs announcements of its own."""
         self._announced = False
 
-    def answer(self) -> JoinEvent | None:
-        """A joined rank's word; the event that it belongs to, or `None` if no live rank is left."""
-        events = self._meet(JoinEvent(JOINED))
+    def next_event(self) -> JoinEvent | None:
+        """On a joined rank: wait for what the live ranks do next; `None` if no live rank is left."""
+        events = self._exchange(JoinEvent(JOINED))
         rank = next((rank for rank, event in enumerate(events) if event.kind in _LIVE), None)
         if rank is None:
             return None
         if events[rank].kind == STEP:
-            self._borrowed = receive_object(self._transport, rank)
+            self._received = receive_object(self._transport, rank)
         return events[rank]
 
-    def leave(self) -> None:
-        """The word of a rank that waits for nobody any more."""
-        self._meet(JoinEvent(LEFT))
+    def send_leave(self) -> None:
+        """Tell the others that this rank waits for nobody any more."""
+        self._exchange(JoinEvent(LEFT))
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
+    def received(self) -> Iterator[None]:
         """Inside, this rank has the options and gradients that the live ranks step with."""
-        copy_options(self._borrowed["options"], self._optimizer.param_groups)
-        mine = self._needed(self._transport.rank)
-        with gradients(mine, self._borrowed["gradients"]):
+        copy_options(self._received["options"], self._groups)
+        with with_gradients(self._needed(self._transport.rank), self._received["gradients"]):
             yield
 
     @property
     def _passes(self) -> int:
-        return self._optimizer._running.reduction.passes
+        return self._step.engine.reduction.passes
 
     def _announce(self) -> None:
-        """Torch wants one announcement for each iteration, from whoever stands first."""
+        """torch's `Join` wants one announcement per iteration, from the first joinable."""
         if not self._announced:
             try:
-                Join.notify_join_context(self._optimizer)
-            except RuntimeError as error:  # another rank has no inputs, and the user wants to hear of that
+                Join.notify_join_context(self._optimizer())  # type: ignore[arg-type]
+            except RuntimeError as error:  # another rank has no inputs, and the user wants an error for that
                 raise InterruptedPassError(str(error)) from error
             self._announced = True
 
-    def _meet(self, event: JoinEvent) -> list[JoinEvent]:
-        return [JoinEvent.read(row) for row in self._transport.all_gather_ints(event.words())]
+    def _exchange(self, event: JoinEvent) -> list[JoinEvent]:
+        return [JoinEvent.from_ints(row) for row in self._transport.all_gather_ints(event.to_ints())]
 
     def _needed(self, rank: int) -> list[Tensor]:
-        return self._optimizer._whole_gradients_of(rank)
-
-    def _loan(self, rank: int) -> dict[str, Any]:
-        found = [None if param.grad is None else param.grad.detach().to_dense() for param in self._needed(rank)]
-        return {
-            "gradients": found,
-            "options": [portable(options(group)) for group in self._optimizer.param_groups],
-        }
+        return self._step.whole_gradients_of(rank, self._in_ddp)
 
 
-class ShardedJoinHook(JoinHook):
-    """The optimizer's part in torch's `Join` on a rank that has run out of inputs."""
+class ShardedJoinHook(JoinShadow):
+    """The optimizer's part in torch's `Join` on a joined rank. `leave` ends the context on the optimizer."""
 
-    def __init__(self, optimizer: ShardedOptimizer, events: JoinProtocol, context: int) -> None:
-        self._optimizer, self._join, self._context = optimizer, events, context
-        # A context that an exception has ended calls none of its hooks, but it lets go of them.
-        finalize(self, _leave, ref(optimizer), context)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")
-        finalize(self, self._thread.shutdown, wait=False)
-        self._shadows: list[Future[None]] = []
-        self._over = self._joined = False
+    def __init__(self, protocol: JoinProtocol, leave: Callable[[], None]) -> None:
+        super().__init__()
+        self._protocol, self._step, self._leave = protocol, protocol.training_step, leave
+        # A context that an exception has ended calls none of its hooks, but drops them.
+        finalize(self, leave)
+        self._joined = False
 
     def main_hook(self) -> None:
-        """Shadow the live ranks until they have stepped, beside whatever else is shadowed."""
+        """Shadow the live ranks until they have stepped, beside the shadows of other joinables."""
         if not self._joined:
             self._joined = True
-            self._optimizer._stop_announcing()
-        self._raise_errors()
-        self._shadows.append(self._thread.submit(self._shadow))
-        if not self._optimizer._running.blocks_host:
+            self._step.engine.stop_announcing()
+        step = self._submit(self._shadow)
+        if not self._step.engine.blocks_host:
             # In stream order one thread launches everything.
-            self._shadows[-1].result()
+            step.result()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined."""
-        self._shadows.append(self._thread.submit(self._leave))
-        self._thread.shutdown(wait=True)
-        self._optimizer._leave_join_context(self._context)
+        self._end()
+        self._leave()
         self._raise_errors()
 
     def _shadow(self) -> None:
         while not self._over:
-            event = self._join.answer()
+            event = self._protocol.next_event()
             self._over = event is None
             if event is not None:
                 self._do(event)
@@ -186,30 +185,17 @@ class ShardedJoinHook(JoinHook):
                     return
 
     def _do(self, event: JoinEvent) -> None:
+        engine = self._step.engine
         # DDP's own shadow, which brings the zeros of this rank, runs in another thread.
-        self._optimizer._running.await_passes(event.passes)
-        with on_device(self._optimizer.join_device):
+        engine.await_passes(event.passes)
+        with on_device(engine.buckets.params[0].device):
             if event.kind == BACKWARD:
-                self._optimizer._shadow_backward(fresh=bool(event.first))
+                engine.shadow_backward(fresh=bool(event.first))
             elif event.kind == CLIP:
-                self._optimizer._clip(event.first, event.second)
+                self._step.clip(event.first, event.second)
             else:
-                with self._join.borrowed():
-                    self._optimizer._shadow_step()
+                with self._protocol.received():
+                    self._step.shadow_step(self._protocol.in_ddp)
 
-    def _leave(self) -> None:
-        # Exactly one last word from every rank: its oldest shadow that nobody answered, or this one.
-        if not self._over:
-            self._join.leave()
-
-    def _raise_errors(self) -> None:
-        shadows, self._shadows = self._shadows, [shadow for shadow in self._shadows if not shadow.done()]
-        for shadow in shadows:
-            if shadow.done():
-                shadow.result()
-
-
-def _leave(optimizer: ref[ShardedOptimizer], context: int) -> None:
-    found = optimizer()
-    if found is not None:
-        found._leave_join_context(context)
+    def _send_leave(self) -> None:
+        self._protocol.send_leave()

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from traceback import walk_tb
-from typing import Any, NoReturn
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from zerostep.comm.agreement import agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
@@ -29,8 +29,8 @@ from zerostep.errors import CheckpointError
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer
 from zerostep.optim.dcp_guard import refuse_dcp
-from zerostep.optim.join import ZeroJoin, ZeroJoinHook
 from zerostep.optim.view import OptimizerView
+from zerostep.optim.zero_join import ZeroJoin, ZeroJoinHook, ZeroShadow
 from zerostep.plan.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.plan.layout import Span
 from zerostep.plan.ownership import Ownership
@@ -38,9 +38,11 @@ from zerostep.state.expected import GroupOptimizer
 from zerostep.state.param_state import MASTER, ParamState, SavedState, flat_per_element
 from zerostep.state.restore import local_part, validate
 from zerostep.state.state_dict import StateDict, collect, local_shard, merge
+from zerostep.step.health import Health
 from zerostep.step.inner_optimizers import commit
+from zerostep.step.labels import label_range
 from zerostep.step.overlap_pipeline import GradientCallback
-from zerostep.step.overlap_state import OverlapState
+from zerostep.step.overlap_state import OverlapHost, OverlapState
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -91,11 +93,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
         self._bucket_memories: list[BucketMemory] = []
-        self._overlap_state = OverlapState() if overlap_with_ddp else None
-        self._uneven: ZeroJoin | None = None
-        self._shadow_hook: ZeroJoinHook | None = None
+        self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
+        self._join: ZeroJoin | None = None
+        self._join_hook: ZeroJoinHook | None = None
         self._steps, self._has_state = 0, False
-        self._broken: str | None = None
+        self._health = Health()
         with agreed(self._transport) as agreement:
             if problem is not None:
                 raise problem
@@ -139,10 +141,6 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self.optim.state = value
 
     @property
-    def _all_params(self) -> list[Tensor]:
-        return all_params(self.param_groups)
-
-    @property
     def _owners(self) -> Ownership:
         if self._ownership is None:
             # Inside backward, neighbours travel together.
@@ -177,8 +175,9 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     @property
     def _inner_index(self) -> dict[Tensor, int]:
         """Global index by the tensors that the inner optimizer holds."""
-        leaf_of = {} if self._overlap_state is None else self._overlap_state.leaf_of
-        return {leaf_of.get(param, param): index for param, index in self._param_to_index.items()}
+        if self._overlap_state is None:
+            return self._param_to_index
+        return {self._overlap_state.leaf_of(param): index for param, index in self._param_to_index.items()}
 
     # ------------------------------------------------------------------ one step
 
@@ -191,7 +190,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._check_usable()
         if self._overlap_state is not None:
             return self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
-        joining = self._uneven if self._join_config.enable else None
+        joining = self._join if self._join_config.enable else None
         if joining is not None:
             # First the closure: in it, a DDP module may take over the announcement of this iteration.
             closure = _evaluated(closure)
@@ -215,7 +214,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         copy_options(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = closure
-        with record_function("zerostep/update"):
+        with label_range("update"):
             loss = self.optim.step(**kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
@@ -225,16 +224,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         statuses = self._gather(_UPDATED)
         failed = [rank for rank, status in enumerate(statuses) if status != _UPDATED]
         if failed:
-            self._break(f"rank {failed[0]} failed in its local update, so its parameters are those of the step before")
+            raise self._fail(
+                f"rank {failed[0]} failed in its local update, so its parameters are those of the step before"
+            )
         self._steps += 1
         self._has_state = True
 
     def _gather(self, status: int) -> list[int]:
         try:
-            with record_function("zerostep/gather"):
+            with label_range("gather"):
                 return self._active_transport.gather(self._bucket_memories, status, self._owners.fingerprint)
         except Exception as error:
-            self._break(f"the exchange of parameters failed: {error}", error)
+            raise self._fail(f"the exchange of parameters failed: {error}") from error
 
     @contextmanager
     def _failing_together(self, closure: Any) -> Iterator[None]:
@@ -249,20 +250,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
                 logger.error("the local update failed on rank %d: %s", self.rank, error)
                 self._gather(_FAILED)
             if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:
-                self._broken = f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
+                self._health.mark_broken(
+                    f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
+                )
             raise
 
-    def _break(self, story: str, cause: Exception | None = None) -> NoReturn:
-        """Parameters and state no longer belong to one step: say so once, and refuse to go on from here."""
-        self._broken = f"step {self._steps + 1} failed on rank {self.rank}: {story}"
-        raise RuntimeError(f"{self._broken}; restart from the last checkpoint on all ranks") from cause
-
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(
-                f"{self._broken}; parameters and optimizer state are from different steps: load the last checkpoint, "
-                "the model's and this optimizer's, on all ranks before going on"
-            )
+    def _fail(self, description: str) -> RuntimeError:
+        """Parameters and state no longer belong to one step: refuse to go on; the error to raise."""
+        return self._health.mark_broken(f"step {self._steps + 1} failed on rank {self.rank}: {description}")
 
     # ------------------------------------------------------------------ memory follows the parameters
 
@@ -329,9 +324,28 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """
         if self._overlap_state is None:
             raise ValueError("a gradient callback needs overlap_with_ddp=True; without it, edit .grad before step()")
-        self._overlap_state.callback = callback
+        self._overlap_state.set_callback(callback)
 
-    def _end_step_inside_backward(self) -> None:
+    @property
+    def overlap_state(self) -> OverlapState | None:
+        """What the hooks of overlap mode work on; `None` without `overlap_with_ddp=True`."""
+        return self._overlap_state
+
+    def _overlap_host(self) -> OverlapHost:
+        # Held weakly: this optimizer holds the overlap state, and must go with its last reference.
+        return OverlapHost(
+            self._transport,
+            owners=_weakly(self._current_owners),
+            check_usable=_weakly(self._check_usable),
+            raise_if_save_failed=self._saves.raise_if_failed,
+            fail=_weakly(self._fail),
+            step_done=_weakly(self._end_step_in_backward),
+        )
+
+    def _current_owners(self) -> Ownership:
+        return self._owners
+
+    def _end_step_in_backward(self) -> None:
         self._steps += 1
         self._has_state = True
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
@@ -341,11 +355,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _collected(self, to: int) -> list[Any]:
+    def _collect_state(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
         return collect(self._transport, self.optim, self._inner_index, to)
 
-    def _whole(self) -> StateDict:
+    def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
 
     def local_state_dict(self) -> StateDict:
@@ -358,7 +372,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         copy_options(self.param_groups, self.optim.param_groups)
         return local_shard(self.optim, self._inner_index, self.param_groups, self.rank, self.world_size)
 
-    def _take(self, state_dict: StateDict) -> None:
+    def _load_whole(self, state_dict: StateDict) -> None:
         numbers = validate(state_dict, self.param_groups, [self.optim] * len(self.param_groups), self.state)
         if state_dict["state"] or self._has_state:
             index_of = self._inner_index
@@ -371,6 +385,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._has_state = bool(state_dict["state"])
 
     def optimizer_view(self) -> OptimizerView:
+        """What checkpoints need of this optimizer; for zerostep's own use."""
         self._refuse_joining()
         return OptimizerView(
             everyone=self._transport,
@@ -386,7 +401,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             shares=self._shares,
             others=self._others,
             restore=self._restore,
-            spoil=self._spoil,
+            spoil=self._health.mark_broken,
         )
 
     def _others(self) -> dict[str, Any]:
@@ -428,7 +443,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             commit(self.optim, {"state": {**state, **others}, "param_groups": groups}, fresh=True)
             copy_options(self.optim.param_groups, self.param_groups)
             self._has_state, self._steps = bool(saved), step
-            self._all_state_dicts, self._broken = [], None
+            self._all_state_dicts = []
+            self._health.mark_recovered()
 
         return apply
 
@@ -443,34 +459,50 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored."""
         if self._overlap_state is not None:
             return JoinHook()  # DDP's own shadow runs the hook that steps
-        if self._uneven is None:
-            self._uneven = ZeroJoin(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
-        self._uneven.enter()
+        if self._join is None:
+            self._join = ZeroJoin(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
+        self._join.enter()
+        shadow = ZeroShadow(
+            step=self._shadow_step,
+            holds=self._trained_by,
+            hand_over=self._hand_over_announcing,
+            leave=self._leave_join_context,
+            device=lambda: self.join_device,
+        )
         # Kept: after a context that was left by an error, a rank that saw no forward pass in it still has to hand over.
-        self._shadow_hook = ZeroJoinHook(self, self._uneven)
-        return self._shadow_hook
+        self._join_hook = ZeroJoinHook(shadow, self._join)
+        return self._join_hook
 
     @property
     def _active_transport(self) -> Transport:
-        aside = self._uneven is not None and self._uneven.someone_joined
-        return self._uneven.companion if aside and self._uneven is not None else self._transport
+        return self._join.companion if self._join is not None and self._join.someone_joined else self._transport
 
     def _shadow_step(self) -> None:
         self._check_usable()
         self._step_and_sync(None, {})
 
+    def _trained_by(self, module: nn.Module) -> bool:
+        return not {id(param) for param in module.parameters()}.isdisjoint(map(id, self._all_params))
+
+    def _hand_over_announcing(self) -> bool:
+        """Let a DDP module announce iterations; whether that was this optimizer's duty."""
+        first: bool = self._join_config.is_first_joinable
+        if first:
+            self._join_config = self._join_config._replace(is_first_joinable=False)
+        return first
+
     def _leave_join_context(self) -> None:
         self._join_config = self._not_joining
-        if self._uneven is not None:
-            self._uneven.someone_joined = False
+        if self._join is not None:
+            self._join.leave()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, not only of those that this rank owns."""
         if self._overlap_state is not None:
             self._overlap_state.refuse_edited_gradients()
         super().zero_grad(set_to_none)
-        if self._uneven is not None and self._join_config.enable:
-            self._uneven.snapshot_gradients()
+        if self._join is not None and self._join_config.enable:
+            self._join.snapshot_gradients()
 
 
 def _broadcast_object(
@@ -486,6 +518,18 @@ def _broadcast_object(
     found = group if group is not None else dist.group.WORLD
     assert found is not None
     return broadcast_object(connect(found), obj, dist.get_group_rank(found, src_rank), torch.device(device))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method without keeping its object alive."""
+    weak = WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = weak()
+        assert target is not None, "the optimizer is gone"
+        return target(*args)
+
+    return call
 
 
 def _attempt(params: Any) -> tuple[list[Group], Exception | None]:

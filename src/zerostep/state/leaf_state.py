@@ -9,7 +9,7 @@ from torch import Tensor
 from zerostep.memory.leaf import Leaf, view_state
 from zerostep.plan.groups import Group
 from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, entry_for, fits_one_leaf, param_states_of
-from zerostep.step.engine import Engine
+from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers
 
 __all__ = ["LeafStates"]
@@ -18,11 +18,11 @@ __all__ = ["LeafStates"]
 class LeafStates:
     """What the inner optimizers know about this rank's leaves."""
 
-    def __init__(self, engine: Engine, inners: InnerOptimizers) -> None:
-        self._engine, self._inners = engine, inners
+    def __init__(self, buckets: BucketShards, inners: InnerOptimizers) -> None:
+        self._buckets, self._inners = buckets, inners
 
     def __iter__(self) -> Iterator[tuple[Leaf, Entry]]:
-        for shard in self._engine.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in shard.leaves:
                 entry = self._inners.state(leaf)
                 if entry:
@@ -31,18 +31,18 @@ class LeafStates:
     def by_parameter(self) -> dict[Tensor, Entry]:
         """The state of each parameter that has a part here; where it may be cut, flat views of the owned elements."""
         return {
-            self._engine.params[fragment.param]: view_state(entry, leaf, fragment)
+            self._buckets.params[fragment.param]: view_state(entry, leaf, fragment)
             for leaf, entry in self
             for fragment in leaf.fragments
         }
 
     def shares(self) -> Iterator[ParamState]:
         """This rank's shares of the whole state, masters included; views of the live tensors."""
-        return param_states_of(self._with_masters(), self._engine.layout, self._engine.params)
+        return param_states_of(self._with_masters(), self._buckets.layout, self._buckets.params)
 
     def _with_masters(self) -> Iterator[tuple[Leaf, Entry]]:
         """Masters are state even where an optimizer keeps nothing else: parameters are too coarse to make them from."""
-        for shard in self._engine.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in shard.leaves:
                 entry = dict(self._inners.state(leaf) or {})
                 if shard.master is not None:
@@ -63,7 +63,7 @@ class LeafStates:
         from the parameters.
         """
         chosen: dict[Tensor, Entry] = {}
-        for shard in self._engine.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in list(shard.leaves):
                 parts = [leaf]
                 if not fits_one_leaf(leaf, saved):
@@ -80,7 +80,7 @@ class LeafStates:
         return commit
 
     def _set_masters(self, masters: Mapping[Tensor, Tensor], others_too: bool) -> None:
-        for shard in self._engine.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in shard.leaves if shard.master is not None else ():
                 if leaf.tensor in masters:
                     leaf.tensor.detach().copy_(masters[leaf.tensor])
@@ -88,7 +88,7 @@ class LeafStates:
                     leaf.tensor.detach().copy_(leaf.view(shard.owned))
 
     def _entry(self, leaf: Leaf, saved: Mapping[int, SavedState]) -> Entry:
-        spec = self._engine.layout.params[leaf.params[0]]
+        spec = self._buckets.layout.params[leaf.params[0]]
         if spec.splittable and spec.numel:
             found_entry = entry_for(leaf, saved)
             _check_divisible(found_entry, leaf, spec.name)

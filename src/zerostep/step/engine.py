@@ -1,54 +1,51 @@
-"""Reduce, update, gather: the moving parts of a sharded optimizer, without torch's optimizer face.
+"""One rank's part in the steps of `ShardedOptimizer`, without torch's optimizer interface.
 
-======== ====================================================================================================
-arrive   autograd has finished a gradient: it is copied into its bucket, and a full bucket is launched
-settle   the backward passes are over: the rest is launched, and ranks tell each other what they have used
-update   bucket by bucket, as the sums come in: the inner optimizers step on the owned parts
-gather   the new parameters go to everyone; waited for at the end of the step or in the next forward pass
-======== ====================================================================================================
+=========== =================================================================================================
+arrive      autograd has finished a gradient: it is copied into its bucket, and a full bucket is launched
+end_passes  the backward passes are over: the rest is launched, and ranks exchange which parameters they used
+update      bucket by bucket, as the sums arrive: the inner optimizers step on the owned parts
+gather      the new parameters go to everyone; waited for at the end of the step or in the next forward pass
+=========== =================================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, RLock
 from weakref import WeakMethod, ref
 
-import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import Exchange, PendingInts
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
-from zerostep.comm.transport import TransportError
-from zerostep.errors import InterruptedPassError
-from zerostep.memory.leaf import Leaf
-from zerostep.memory.shard import Shard
-from zerostep.plan.buckets import padded_size
-from zerostep.plan.layout import Fragment, Layout
+from zerostep.errors import InterruptedPassError, TransportError
+from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
+from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.grad_ops import ShardedGradOps
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.reduction import Reduction, ReductionPlan
+from zerostep.step.labels import PhaseTimer
+from zerostep.step.reduction import Reduction
+from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.sharded_grad import ShardedGradient
-from zerostep.step.stats import PhaseTimer
-from zerostep.tensors import flat_alias
+from zerostep.step.stand_ins import StandIns
+from zerostep.step.update import Updater
+from zerostep.step.used_mask import pack_mask, union_of_masks
+from zerostep.step.whole_grads import gather_sums, owned_part, present_grads, set_whole_grads
 
-__all__ = [
-    "Engine",
-]
-
-# Updates begin while the last sums are still on their way; where nobody waits for sums, one step is cheapest.
-_MOST_PARTIAL_STEPS = 8
-_BITS = 62
-_FEW = 1 << 16  # elements
+__all__ = ["Engine"]
 
 
 class Engine:
-    """One rank's part in the steps of a group of ranks. `reduces` is false where DDP does that."""
+    """Reduce, update, gather. `reduces` is false where DDP does the first.
+
+    Hooks run on autograd's threads, everything else on the caller's; `lock` keeps them apart. In a join context the
+    thread of a join hook runs steps, too.
+    """
 
     def __init__(
         self,
@@ -59,168 +56,168 @@ class Engine:
         reduces: bool,
         timer: PhaseTimer,
     ) -> None:
-        self.ranks, self.settings, self.timer = ranks, settings, timer
-        self.rank = ranks.shards.rank
-        self.params, self.layout = list(params), layout
+        self._ranks, self._settings, self._reduces, self._timer = ranks, settings, reduces, timer
         self.lock = RLock()
         self._arrival = Condition(self.lock)
-        self._reduces = reduces
-        self._exchange_for: dict[torch.device, Exchange] = {}
-        self._connect()
-        first = next(iter(self._exchange_for))
+        self.buckets = BucketShards(ranks, layout, params, settings.master_dtype)
+        first = self.buckets.params[layout.buckets[0].slots[0].param].device
         same = ranks.everyone is ranks.shards
-        self.shared = self._exchange_for[first]
-        self._control = self.shared if same else connect_exchange(ranks.everyone, first)
+        self._control: Exchange = self.buckets.exchanges[0] if same else connect_exchange(ranks.everyone, first)
         self._sum_replicas = ranks.replica_sum(first)
-        self.shards: dict[int, Shard] = {}
-        self.pending_gathers = PendingGathers(timer)
-        self._stand_ins: dict[int, ShardedGradient] = {}
-        self._accumulating: set[int] = set()
-        self.grad_ops = ShardedGradOps(self)
+        begin = WeakMethod(self._begin_pass)  # no cycle: hooks must see this engine go when its optimizer goes
+        self.reduction = Reduction(self._plan(), self._sum_replicas, timer, lambda: _call(begin))
+        self.gathers = PendingGathers(timer)
+        self._updater = Updater(self.buckets, self.gathers, settings.gather, self._control.blocks_host, timer)
+        self.grad_ops = ShardedGradOps(ref(self), self.buckets, self.reduction, ranks.shards, settings.reduction)
+        self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._pending_mask: PendingInts | None = None
         self._pending_status: PendingInts | None = None
-        self.failure: Exception | None = None
-        self.on_backward: Callable[[bool], None] | None = None
-        self.joining: Callable[[], bool] = lambda: False
-        self.used_elsewhere: set[int] = set()
-        self.passes_ended = False
-        self.paused = False
-        self.reference: ReferenceOptimizer | None = None
-        self.reduction = self._make_reduction()
+        self._failure: Exception | None = None
+        self._on_backward: Callable[[bool], None] | None = None
+        self._joining: Callable[[], bool] = lambda: False
+        self._used_elsewhere: set[int] = set()
+        self._passes_ended = self._paused = False
+        self._reference: ReferenceOptimizer | None = None
 
-    def _connect(self) -> None:
-        """Collective: all ranks meet the devices in the order of the buckets."""
-        for bucket in self.layout.buckets:
-            device = self.params[bucket.slots[0].param].device
-            if device not in self._exchange_for:
-                self._exchange_for[device] = connect_exchange(self.ranks.shards, device)
-
-    def _make_reduction(self) -> Reduction:
-        firsts = [self.params[bucket.slots[0].param] for bucket in self.layout.buckets]
-        wanted = self.settings.reduce_dtype
-        plan = ReductionPlan(
-            self.layout,
-            self.rank,
-            self.params,
-            [self._exchange_for[param.device] for param in firsts],
+    def _plan(self) -> ReductionPlan:
+        layout, params, wanted = self.buckets.layout, self.buckets.params, self._settings.reduce_dtype
+        firsts = [params[bucket.slots[0].param] for bucket in layout.buckets]
+        return ReductionPlan(
+            layout,
+            self.buckets.rank,
+            params,
+            [self.buckets.exchange(bucket) for bucket in range(len(layout.buckets))],
             [wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts],
-            1.0 / self.ranks.everyone.world_size,
-            self.settings.reduction == "all",
+            1.0 / self._ranks.everyone.world_size,
+            self._whole,
         )
-        begin = WeakMethod(self._begin_backward)  # no cycle: hooks must see this engine go when its optimizer goes
-        return Reduction(plan, self._sum_replicas, self.timer, lambda: _call(begin))
 
-    def _begin_backward(self) -> None:
-        if self.on_backward is not None:
-            accumulate = (self.params[index].grad for index in self.reduction.used)
-            self.on_backward(not any(isinstance(grad, ShardedGradient) for grad in accumulate))
+    @property
+    def _whole(self) -> bool:
+        """Whether every rank gets all gradients."""
+        return self._settings.reduction == "all"
 
     def extend(self, layout: Layout, params: Sequence[Tensor]) -> None:
-        """Go on with a layout that has further buckets; collective."""
-        before = self.reduction
-        self.params, self.layout = list(params), layout
-        self._connect()
-        self.reduction = self._make_reduction()
-        self.reduction.take_over(before)
+        """Go on with a layout that has further buckets; a collective."""
+        self.buckets.extend(layout, params)
+        self.reduction.extend(self._plan())
 
-    # ------------------------------------------------------------------ memory
+    @property
+    def blocks_host(self) -> bool:
+        """Whether ranks wait for each other on the host."""
+        return self._control.blocks_host
 
-    def bind(self, bucket: int) -> Shard:
-        """Move the parameters of a bucket into one flat tensor, if that has not been done yet."""
-        if bucket not in self.shards:
-            self.shards[bucket] = Shard(self.layout, self.rank, bucket, self.params, self.settings.master_dtype)
-        return self.shards[bucket]
+    @property
+    def failure(self) -> Exception | None:
+        """The error that left a backward pass half done."""
+        return self._failure
 
-    def follow(self) -> None:
-        """Notice parameters that were bound to other memory, or set."""
-        for shard in self.shards.values():
-            shard.follow()
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        exchanges = {id(exchange): exchange for exchange in [*self.buckets.exchanges, self._control]}.values()
+        across = self._sum_replicas.bytes_moved
+        return (
+            across + sum(exchange.bytes_sent for exchange in exchanges),
+            across + sum(exchange.bytes_received for exchange in exchanges),
+        )
 
-    # ------------------------------------------------------------------ gradients come
+    # ------------------------------------------------------------------ what callers attach
+
+    def set_reference(self, reference: ReferenceOptimizer | None) -> None:
+        """Show all gradients to a reference optimizer, which compares their sums; `None` ends that."""
+        self._reference = reference
+
+    def enter_join(self, joining: Callable[[], bool], on_backward: Callable[[bool], None] | None) -> None:
+        """A join context begins. `on_backward` is called before each pass: with true if it adds to no earlier one."""
+        self._joining, self._on_backward = joining, on_backward
+
+    def stop_announcing(self) -> None:
+        """Call `on_backward` no more: this rank has joined, or the context has ended."""
+        self._on_backward = None
+
+    def joining(self) -> bool:
+        """Whether a join context is active."""
+        return self._joining()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, gradients add up in `.grad` and are not reduced."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ------------------------------------------------------------------ gradients arrive
+
+    def _begin_pass(self) -> None:
+        if self._on_backward is not None:
+            grads = (self.buckets.params[index].grad for index in self.reduction.used)
+            self._on_backward(not any(isinstance(grad, ShardedGradient) for grad in grads))
 
     def arrived(self, index: int) -> None:
-        """Autograd has finished a gradient of a bare module."""
-        if self.paused:
+        """Autograd has finished a gradient of a bare module; runs on autograd's thread, inside a hook."""
+        if self._paused:
             return
         with self.lock, self._noting_failure():
-            grad, accumulate = self._take_grad(index)
+            grad, accumulate = self._stand_ins.take_grad(index)
             if grad is None:
                 return
             self._note_grad(index, grad, accumulate)
             done = self.reduction.arrive(index, grad, accumulate)
-            self.params[index].grad = self.stand_in(index)
-            if done and self.settings.reduction == "all":
+            self._stand_ins.place([index])
+            if done and self._whole:
                 self._set_whole_grads()
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
-        """DDP has a gradient ready; its own `.grad` is dealt with when backward is over."""
-        accumulate = index in self._accumulating
+        """DDP has a gradient ready; `.grad` is replaced when backward is over."""
+        accumulate = self._stand_ins.was_removed(index)
         with self.lock, self._noting_failure():
             if grad is not None:
                 self._note_grad(index, grad, accumulate)
             self.reduction.arrive(index, grad, accumulate)
-            self._accumulating.discard(index)
+            self._stand_ins.forget_removed(index)
             self._arrival.notify_all()
 
+    def before_ddp_accumulates(self, index: int) -> None:
+        """DDP is about to add to `.grad`, and must find no stand-in there."""
+        self._stand_ins.remove(index)
+
+    def after_ddp_backward(self) -> None:
+        """DDP is done with `.grad`: replace it by stand-ins."""
+        self._stand_ins.place(self.reduction.used)
+
     def await_passes(self, count: int) -> None:
-        """Wait until another thread has brought as many backward passes to their end."""
+        """Wait until another thread has ended `count` backward passes."""
         with self._arrival:
             self._arrival.wait_for(lambda: self.reduction.passes >= count and not self.reduction.open)
 
     def _note_grad(self, index: int, grad: Tensor, accumulate: bool) -> None:
-        self.passes_ended = False
-        if self.reference is not None:
-            self.reference.note(index, grad, accumulate)
+        self._passes_ended = False
+        if self._reference is not None:
+            self._reference.note(index, grad, accumulate)
 
     def shadow_backward(self, fresh: bool) -> None:
-        """Take part in a backward pass of others, with zeros; `fresh` if they have no gradients to add to."""
+        """Take part in a backward pass of the other ranks, with zeros; `fresh` if it adds to no earlier pass."""
         with self.lock, self._noting_failure():
             if fresh:
                 self.drop_all()
-                for param in self.params:
+                for param in self.buckets.params:
                     param.grad = None  # of this rank's own last pass
-            self.passes_ended = False
+            self._passes_ended = False
             self.reduction.launch_missing()
             self.reduction.finish()
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """After an error on the way nobody knows what the others have got."""
+        """Remember an error after which ranks may have reduced different buckets."""
         try:
             yield
         except InterruptedPassError:
             raise
         except Exception as error:
-            self.failure = error
+            self._failure = error
             raise
-
-    def release_stand_in(self, index: int) -> None:
-        """DDP is about to accumulate: it must find no stand-in, but we remember that there was one."""
-        param = self.params[index]
-        if isinstance(param.grad, ShardedGradient):
-            self._accumulating.add(index)
-            param.grad = None
-
-    def stand_in(self, index: int) -> ShardedGradient:
-        """What stands for a gradient whose parts have gone to their owners."""
-        if index not in self._stand_ins:
-            self._stand_ins[index] = ShardedGradient(self.params[index], index, ref(self.grad_ops))
-        return self._stand_ins[index]
-
-    def place_stand_ins(self) -> None:
-        """Let no one read a gradient that is only this rank's own."""
-        for index in self.reduction.used:
-            self.params[index].grad = self.stand_in(index)
-
-    def _take_grad(self, index: int) -> tuple[Tensor | None, bool]:
-        grad = self.params[index].grad
-        if isinstance(grad, ShardedGradient):
-            if grad is not self._stand_ins.get(index):
-                raise RuntimeError(
-                    "another ShardedOptimizer holds the gradient of this parameter: drop it before building a new one"
-                )
-            return grad.take_arrived(), True
-        return grad, False
 
     # ------------------------------------------------------------------ backward is over
 
@@ -229,281 +226,176 @@ class Engine:
         with self.lock:
             if not self._reduces:
                 self._use_present_grads()
-            elif self.passes_ended:
+            elif self._passes_ended:
                 self._drop_unset_grads()
             else:
                 self.grad_ops.drop_norms()
                 self._drop_unset_grads()
                 self._take_manual_grads()
-                self._start_used_mask()
-                self.passes_ended = True
-                if self.reference is not None:
-                    self.reference.check_sums(self.whole_gradients())
+                self._exchange_used_mask()
+                self._passes_ended = True
+                if self._reference is not None:
+                    self._reference.check_sums(self.whole_gradients())
+
+    @property
+    def passes_ended(self) -> bool:
+        """Whether the passes of this step have ended, so that all ranks know which parameters are used."""
+        return self._passes_ended
+
+    @property
+    def used_elsewhere(self) -> Collection[int]:
+        """Parameters that only other ranks have used in this step."""
+        return self._used_elsewhere
+
+    def finish(self) -> None:
+        """Wait for all sums of this step."""
+        self.end_passes()
+        self.reduction.finish()
 
     def _drop_unset_grads(self) -> None:
-        """Notice gradients that somebody has set to `None`."""
-        if self.settings.reduction == "all" and self.passes_ended:
+        """Drop the gradients of parameters whose `.grad` was set to `None`."""
+        if self._whole and self._passes_ended:
             self._use_present_grads()
             return
-        gone = [
-            index
-            for index in self.reduction.used
-            if self.params[index].grad is None and index not in self._accumulating
-        ]
-        if gone:
+        params, removed = self.buckets.params, self._stand_ins.was_removed
+        unset = [index for index in self.reduction.used if params[index].grad is None and not removed(index)]
+        if unset:
             if self.reduction.open:
                 self.reduction.launch_missing()
             self.reduction.finish()
-            self.reduction.drop(gone)
+            self.reduction.drop(unset)
             self.reduction.zero_stale()
-        self._accumulating.clear()
+        self._stand_ins.forget_removed()
 
     def _take_manual_grads(self) -> None:
-        """Launch what no hook has brought: gradients set by hand, and of parameters that have just become trainable."""
-        whole = self.settings.reduction == "all"
-        for index, param in enumerate(self.params):
+        """Reduce gradients that no hook has seen: set by hand, or of parameters that have just become trainable."""
+        for index, param in enumerate(self.buckets.params):
             grad = param.grad
             if grad is None or (type(grad) is ShardedGradient and grad.arrived is None):
                 continue
-            # A whole gradient that came through a hook is a sum already; it counts again where a further pass began.
-            if param.requires_grad and not (whole and index in self.reduction.used and not self.reduction.open):
+            # A whole gradient that came through a hook is a sum already, unless a further pass has begun since.
+            is_sum = self._whole and index in self.reduction.used and not self.reduction.open
+            if param.requires_grad and not is_sum:
                 self.arrived(index)
         if self.reduction.open or not self.reduction.passes:
-            # Without a backward pass here, the others wait for this rank in theirs.
+            # A rank without a backward pass must launch all buckets, too: the others wait for them in theirs.
             self.reduction.launch_missing()
 
-    def _start_used_mask(self) -> None:
+    def _exchange_used_mask(self) -> None:
         self.wait_used_mask()
-        self.used_elsewhere = set()
-        count = len(self.params)
-        flags = [index in self.reduction.used for index in range(count)]
-        words = [sum(1 << bit for bit, flag in enumerate(flags[i : i + _BITS]) if flag) for i in range(0, count, _BITS)]
-        with self.timer.phase("meet"):
-            pending_mask = self._control.start_all_gather_ints([self.reduction.passes, *words])
-        complete = all(flag or not param.requires_grad for flag, param in zip(flags, self.params, strict=True))
-        if complete and self.reduction.passes:
-            # Whatever the others have used, everything counts. They are heard at the end of the step.
-            self._pending_mask = pending_mask if self._control.blocks_host else None
+        self._used_elsewhere = set()
+        params, reduction = self.buckets.params, self.reduction
+        used = [index in reduction.used for index in range(len(params))]
+        with self._timer.phase("control"):
+            pending = self._control.start_all_gather_ints([reduction.passes, *pack_mask(used)])
+        complete = all(flag or not param.requires_grad for flag, param in zip(used, params, strict=True))
+        if complete and reduction.passes:
+            # This rank used every parameter, so the mask cannot change its update; wait for it at the end of the step.
+            self._pending_mask = pending if self._control.blocks_host else None
         else:
-            self._apply_used_mask(pending_mask)
-        self.reduction.passes = 0
-        if self.settings.reduction == "all":
+            self._apply_used_mask(pending)
+        reduction.reset_passes()
+        if self._whole:
             self._set_whole_grads()
             self._use_present_grads()
 
-    def _apply_used_mask(self, pending_mask: PendingInts) -> None:
-        with self.timer.waiting("meet"):
-            rows = pending_mask.wait()
+    def _apply_used_mask(self, pending: PendingInts) -> None:
+        with self._timer.waiting("control"):
+            rows = pending.wait()
         while self.reduction.passes < max(row[0] for row in rows):
             self.reduction.launch_missing()
-        known = set(self.reduction.used)
-        for index in range(len(self.params)):
-            if any(row[1 + index // _BITS] >> (index % _BITS) & 1 for row in rows):
-                self.reduction.used.add(index)
-        self.used_elsewhere = self.reduction.used - known
-        if self.settings.reduction == "scatter":
-            self.place_stand_ins()
+        used = union_of_masks([row[1:] for row in rows], len(self.buckets.params))
+        self._used_elsewhere = {index for index, flag in enumerate(used) if flag} - set(self.reduction.used)
+        self.reduction.mark_used(self._used_elsewhere)
+        if not self._whole:
+            self._stand_ins.place(self.reduction.used)
 
     def wait_used_mask(self) -> None:
-        """Take note of what the others have told, if nobody has listened yet."""
-        pending_mask, self._pending_mask = self._pending_mask, None
-        if pending_mask is not None:
-            with self.timer.waiting("meet"):
-                pending_mask.wait()
-
-    @property
-    def blocks_host(self) -> bool:
-        """Whether ranks wait for each other on the host."""
-        return self._control.blocks_host
-
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received so far."""
-        exchanges = {id(exchange): exchange for exchange in [*self._exchange_for.values(), self._control]}
-        found, sum_replicas = list(exchanges.values()), self._sum_replicas.bytes_moved
-        return (
-            sum_replicas + sum(exchange.bytes_sent for exchange in found),
-            sum_replicas + sum(exchange.bytes_received for exchange in found),
-        )
-
-    def finish(self) -> None:
-        """Have all sums of this step."""
-        self.end_passes()
-        self.reduction.finish()
+        """Wait for the used mask of the other ranks, if it is still in flight."""
+        pending, self._pending_mask = self._pending_mask, None
+        if pending is not None:
+            with self._timer.waiting("control"):
+                pending.wait()
 
     # ------------------------------------------------------------------ whole gradients
 
     def _set_whole_grads(self) -> None:
-        """Where everybody gets all gradients: put them where users look for them."""
         self.reduction.finish()
-        for index in self.reduction.used:
-            bucket, span = self.layout.place_of(index)
-            param = self.params[index]
-            handed_out = param.grad is not None and type(param.grad) is not ShardedGradient
-            if bucket not in self.reduction.sums or handed_out:
-                continue
-            place = self.reduction.sums[bucket][span.start : span.stop]
-            param.grad = place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
-        self.reduction.sums = {}
+        set_whole_grads(self.buckets, self.reduction.take_sums(), self.reduction.used)
 
     def _use_present_grads(self) -> None:
-        self.reduction.used = {index for index, param in enumerate(self.params) if param.grad is not None}
-
-    def _owned_gradients(self, bucket: int) -> Tensor:
-        """The owned part of a bucket, from whole gradients."""
-        if self.settings.reduction == "scatter":
-            return self.reduction.sums[bucket]
-        owned = self.layout.buckets[bucket].owned(self.rank)
-        first = self.params[self.layout.buckets[bucket].slots[0].param]
-        found = torch.zeros(owned.length, dtype=first.dtype, device=first.device)
-        for fragment in self.layout.fragments_in(bucket, self.rank):
-            grad = self.params[fragment.param].grad
-            if grad is not None:
-                place = fragment.place.shift(-owned.start)
-                found[place.start : place.stop].copy_(_stretch(grad, self.params[fragment.param], fragment))
-        return found
+        params = enumerate(self.buckets.params)
+        self.reduction.replace_used(index for index, param in params if param.grad is not None)
 
     def whole_gradients(self) -> dict[int, Tensor]:
-        """The sums of all used parameters, brought together on every rank; for proofs, not for training."""
-        if self.settings.reduction == "all":
-            return {index: _filled(self.params[index]) for index in self.reduction.used}
+        """The sums of all used parameters, whole, on every rank: for verification, not for training."""
+        if self._whole:
+            return present_grads(self.buckets, self.reduction.used)
         self.reduction.finish()
-        found: dict[int, Tensor] = {}
-        for bucket in self.used_buckets():
-            where, sums = self.layout.buckets[bucket], self.reduction.sums[bucket]
-            memory = sums.new_zeros(padded_size(where))
-            owned = where.owned(self.rank)
-            memory[owned.start : owned.stop].copy_(sums)
-            self._exchange_for[memory.device].gather(memory, where).wait()
-            for slot in where.slots:
-                like, place = self.params[slot.param], memory[slot.span.start : slot.span.stop]
-                found[slot.param] = place.as_strided(like.shape, like.stride(), place.storage_offset())
-        return {index: found[index] for index in self.reduction.used}
+        return gather_sums(self.buckets, self.reduction.sums, self.reduction.used)
 
     # ------------------------------------------------------------------ update and gather
 
     def update(self, inners: InnerOptimizers) -> None:
-        """Step on the owned parts, bucket by bucket, and send what is new.
-
-        If that fails on this rank, what is owned is sent as it is: the others wait for it, and are told afterwards.
-        """
-        buckets, failure = self.used_buckets(), None
-        iteration = inners.begin()
-        with torch.no_grad():
-            for batch in self._batches(buckets):
-                for bucket in batch:
-                    self.reduction.finish(bucket)
-                try:
-                    if failure is None:
-                        self._partial_step(batch, inners, iteration.step)
-                except Exception as error:
-                    failure = error
-                if self.settings.gather == "step":
-                    self.launch(batch)
-        iteration.end()
-        self._pending_status = (
-            self._control.start_all_gather_ints([failure is not None]) if self._control.blocks_host else None
-        )
-        if self.settings.gather == "forward":
-            # The next forward pass needs the first parameters first, and norms and biases everywhere.
-            self.launch(sorted(buckets, key=lambda bucket: (self.layout.buckets[bucket].size > _FEW, -bucket)))
+        """Step on the owned parts, bucket by bucket, and launch their gathers; other ranks learn of a failure later."""
+        chosen = self.used_buckets()
+        sums = _StepSums(self.buckets, self.reduction, self._whole)
+        failure = self._updater.update(chosen, self.reduction.used, sums, inners)
+        if self._control.blocks_host:
+            self._pending_status = self._control.start_all_gather_ints([failure is not None])
+        self._updater.launch_late(chosen)
         if failure is not None:
-            self.pending_gathers.wait()
+            self.gathers.wait()
             raise failure
 
-    def failed(self) -> list[int]:
-        """The ranks whose last update failed."""
-        pending_status, self._pending_status = self._pending_status, None
-        if pending_status is None:
+    def failed_ranks(self) -> list[int]:
+        """The ranks whose last update failed, where ranks wait for each other on the host."""
+        pending, self._pending_status = self._pending_status, None
+        if pending is None:
             return []
-        with self.timer.waiting("meet"):
-            return [rank for rank, row in enumerate(pending_status.wait()) if row[0]]
+        with self._timer.waiting("control"):
+            return [rank for rank, row in enumerate(pending.wait()) if row[0]]
 
     def recover(self) -> None:
-        """Take note of what was told before something failed, so as to begin anew."""
-        self.failure = None
+        """Drain pending messages after a failed step so that training can restart from a checkpoint."""
+        self._failure = None
         with suppress(TransportError):
-            self.pending_gathers.wait()
+            self.gathers.wait()
             self.wait_used_mask()
-            self.failed()
+            self.failed_ranks()
 
     def used_buckets(self) -> list[int]:
-        """The buckets in which some rank has used some parameter, the same on all ranks."""
-        return sorted({self.layout.place_of(index)[0] for index in self.reduction.used})
-
-    def launch(self, buckets: Iterable[int]) -> None:
-        """Start sending the owned parts of some buckets."""
-        for bucket in buckets:
-            shard, where = self.shards[bucket], self.layout.buckets[bucket]
-            with self.timer.phase("gather", bucket):
-                exchange = self._exchange_for[shard.memory.device]
-                self.pending_gathers.launched(bucket, exchange.gather(shard.memory, where))
-
-    def _batches(self, buckets: Sequence[int]) -> Iterator[Sequence[int]]:
-        most = _MOST_PARTIAL_STEPS if self._control.blocks_host else 1
-        size = max(1, -(-len(buckets) // most))
-        for start in range(0, len(buckets), size):
-            yield buckets[start : start + size]
-
-    def _partial_step(
-        self, batch: Sequence[int], inners: InnerOptimizers, step: Callable[[Sequence[Leaf]], None]
-    ) -> None:
-        leaves = list[Leaf]()
-        try:
-            for bucket in batch:
-                self.bind(bucket)
-                leaves += self._ready(bucket, inners)
-            with self.timer.phase("update", batch[0], batch[-1]):
-                step(leaves)
-        finally:
-            for leaf in leaves:
-                leaf.tensor.grad = None
-        for bucket in batch:
-            self.shards[bucket].publish()
-            self.shards[bucket].mark_changed()
-
-    def _ready(self, bucket: int, inners: InnerOptimizers) -> list[Leaf]:
-        """The leaves of a bucket that take part, with their gradients."""
-        shard, gradients = self.shards[bucket], self._owned_gradients(bucket)
-        ready = list[Leaf]()
-        for leaf in list(shard.leaves):
-            used = [index in self.reduction.used for index in leaf.params]
-            parts = [leaf]
-            if any(used) and not all(used):
-                parts = shard.split_leaf(leaf)
-                inners.replace(leaf, parts)
-            ready += [part for part in parts if part.params[0] in self.reduction.used]
-        for leaf in ready:
-            leaf.tensor.grad = leaf.view(gradients).to(leaf.tensor.dtype)
-        return ready
+        """The buckets in which some rank has used some parameter; the same on all ranks."""
+        return self.buckets.buckets_of(list(self.reduction.used))
 
     def drop_all(self) -> None:
-        """All gradients were dropped."""
+        """Drop all gradients."""
         with self.lock:
             if self.reduction.open:
                 self.reduction.launch_missing()
-            self.reduction.drop()
-            self.reduction.passes = 0
-            if self.reference is not None:
-                self.reference.drop()
-            self._accumulating.clear()
+            self.reduction.drop_all()
+            self.reduction.reset_passes()
+            if self._reference is not None:
+                self._reference.drop()
+            self._stand_ins.forget_removed()
             self.grad_ops.drop_norms()
-            self.passes_ended = False
+            self._passes_ended = False
+
+
+class _StepSums:
+    """The reduced gradients that an update uses."""
+
+    def __init__(self, buckets: BucketShards, reduction: Reduction, whole: bool) -> None:
+        self._buckets, self._reduction, self._whole = buckets, reduction, whole
+
+    def finish(self, bucket: int) -> None:
+        self._reduction.finish(bucket)
+
+    def owned_part(self, bucket: int) -> Tensor:
+        return owned_part(self._buckets, bucket) if self._whole else self._reduction.sums[bucket]
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
-    found = method()
-    if found is not None:
-        found()
-
-
-def _filled(param: Tensor) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
-
-
-def _stretch(grad: Tensor, param: Tensor, fragment: Fragment) -> Tensor:
-    """A fragment of a whole gradient, in the order of the parameter's memory."""
-    if grad.layout != torch.strided:
-        grad = grad.to_dense()
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param).copy_(grad)
-    return flat_alias(grad)[fragment.part.start : fragment.part.stop]
+    target = method()
+    if target is not None:
+        target()

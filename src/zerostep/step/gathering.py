@@ -16,31 +16,31 @@ import torch
 from torch import Tensor, nn
 
 from zerostep.comm.exchange import PendingGather
-from zerostep.step.stats import PhaseTimer
+from zerostep.step.labels import PhaseTimer
 
 __all__ = ["ForwardHooks", "PendingGathers"]
 
 
 class PendingGathers:
-    """What is under way."""
+    """Buckets of parameters that are in flight."""
 
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = timer
         self._in_flight: dict[int, PendingGather] = {}
 
-    def launched(self, bucket: int, gathering: PendingGather) -> None:
-        """Take note of a bucket that is on its way."""
-        self._in_flight[bucket] = gathering
+    def add(self, bucket: int, gather: PendingGather) -> None:
+        """Remember a bucket that was launched."""
+        self._in_flight[bucket] = gather
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
         """Return when these buckets are in place; all of them if none is named."""
         if not self._in_flight:
             return
         for bucket in list(self._in_flight) if buckets is None else buckets:
-            flight = self._in_flight.pop(bucket, None)
-            if flight is not None:
+            gather = self._in_flight.pop(bucket, None)
+            if gather is not None:
                 with self._timer.waiting("gather", bucket):
-                    flight.wait()
+                    gather.wait()
 
 
 class ForwardHooks:

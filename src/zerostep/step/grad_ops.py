@@ -1,50 +1,70 @@
-"""What users do to gradients between `backward()` and `step()`, done to the parts that are kept.
+"""What users do to gradients between `backward()` and `step()`, done to the parts that this rank owns.
 
-Every method first makes sure that all sums are there. All ranks call each of them, in the same order.
+Every method first waits for all sums. All ranks call each of them, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport import Transport
 from zerostep.plan.layout import Fragment
-from zerostep.step import norms as clipping
+from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.norms import combine, power_sum, root
+from zerostep.step.reduction import Reduction
 
-if TYPE_CHECKING:
-    from zerostep.step.engine import Engine
+__all__ = ["GradPasses", "ShardedGradOps"]
 
-__all__ = ["ShardedGradOps"]
+
+class GradPasses(Protocol):
+    """The backward passes of this step, as far as operations on gradients depend on them."""
+
+    @property
+    def passes_ended(self) -> bool:
+        """Whether the passes of this step have ended, so that all ranks know which parameters are used."""
+
+    @property
+    def used_elsewhere(self) -> Collection[int]:
+        """Parameters that only other ranks have used in this step."""
+
+    def finish(self) -> None:
+        """End the passes and wait for all sums."""
+
+    def joining(self) -> bool:
+        """Whether a join context is active."""
 
 
 class ShardedGradOps:
-    """Norms of gradients and changes to them, for a whole model or for a few parameters."""
+    """Norms of gradients and changes to them, for a whole model or for a few parameters.
 
-    def __init__(self, engine: Engine) -> None:
-        self._of = ref(engine)
+    `passes` is held weakly: it owns this object.
+    """
+
+    def __init__(
+        self, passes: ref[Any], buckets: BucketShards, reduction: Reduction, transport: Transport, mode: str
+    ) -> None:
+        self._passes_ref, self._buckets, self._reduction, self._transport = passes, buckets, reduction, transport
+        self._scattered = mode == "scatter"
         self._norms: tuple[float, dict[int, Tensor]] | None = None
 
     @property
-    def _engine(self) -> Engine:
-        found = self._of()
-        assert found is not None
-        return found
-
-    @property
-    def _scattered(self) -> bool:
-        return self._engine.settings.reduction == "scatter"
+    def _passes(self) -> GradPasses:
+        passes: GradPasses | None = self._passes_ref()
+        assert passes is not None
+        return passes
 
     # ------------------------------------------------------------------ all gradients
 
     def total_norm(self, norm_type: float) -> float:
         """The norm of all gradients together, the same on all ranks."""
-        mine = clipping.power_sum(self._all_parts(), norm_type)
-        total = clipping.combine(self._engine.shared, [mine], norm_type)[0] if self._scattered else mine
-        return clipping.root(total, norm_type)
+        mine = power_sum(self._all_parts(), norm_type)
+        total = combine(self._buckets.exchanges[0], [mine], norm_type)[0] if self._scattered else mine
+        return root(total, norm_type)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -54,72 +74,72 @@ class ShardedGradOps:
                 part.mul_(factor)
 
     def clear(self) -> None:
-        """Set all gradients to zero; they still count."""
+        """Set all gradients to zero; their parameters still count as used."""
         self.drop_norms()
         for part in self._all_parts():
             part.zero_()
 
     def drop_norms(self) -> None:
-        """The gradients are no longer what they were."""
+        """Forget norms that were computed before gradients changed."""
         self._norms = None
 
     def _all_parts(self) -> list[Tensor]:
-        engine = self._engine
-        engine.finish()
+        self._passes.finish()
+        used = self._reduction.used
         if self._scattered:
-            return [engine.reduction.sums[bucket] for bucket in engine.used_buckets()]
-        return self._parts(engine.reduction.used)
+            return [self._reduction.sums[bucket] for bucket in self._buckets.buckets_of(list(used))]
+        return self._parts(used)
 
-    # ------------------------------------------------------------------ what comes through `.grad`
+    # ------------------------------------------------------------------ what torch's functions do to `.grad`
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
-        """The norm of each whole gradient; those of all are found in one go."""
-        used_elsewhere = self._begin()
+        """The norm of each whole gradient; those of all parameters are found in one exchange."""
+        missed = self._begin()
         if self._norms is None or self._norms[0] != norm_type:
-            used = sorted(self._engine.reduction.used)
-            sums = [clipping.power_sum(self._parts([index]), norm_type) for index in used]
-            self._refuse_late(used_elsewhere)
-            totals = clipping.combine(self._engine.shared, sums, norm_type) if self._scattered else sums
-            found = {i: self._as_norm(i, clipping.root(x, norm_type)) for i, x in zip(used, totals, strict=True)}
-            self._norms = norm_type, found
+            used = sorted(self._reduction.used)
+            sums = [power_sum(self._parts([index]), norm_type) for index in used]
+            self._refuse_missed(missed)
+            totals = combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
+            roots = (root(total, norm_type) for total in totals)
+            self._norms = norm_type, {i: self._as_norm(i, value) for i, value in zip(used, roots, strict=True)}
         return [self._norms[1][index] for index in params]
 
     def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
-        """Change the kept parts in place, element by element."""
-        first = not self._engine.passes_ended
-        used_elsewhere = self._begin()
+        """Change the owned parts in place, element by element."""
+        first = not self._passes.passes_ended
+        missed = self._begin()
         if first:
-            self._refuse_late(used_elsewhere)
+            self._refuse_missed(missed)
         self.drop_norms()
         with torch.no_grad():
             for part in self._parts(params):
                 change(part)
 
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
-        """Multiply by `inverse`; all ranks learn whether any has found a number that is not finite."""
-        used_elsewhere, first = self._begin(), self._engine.params[params[0]]
-        alike = [index for index in used_elsewhere if _kind(self._engine.params[index]) == _kind(first)]
+        """Multiply by `inverse`, and set `found_inf` on all ranks if any rank finds a number that is not finite."""
+        missed, first = self._begin(), self._buckets.params[params[0]]
+        alike = [index for index in missed if _kind(self._buckets.params[index]) == _kind(first)]
         self.drop_norms()
         for part in self._parts([*params, *alike]):
             torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse)
-        self._engine.ranks.shards.start_all_reduce(found_inf).wait()
+        self._transport.start_all_reduce(found_inf).wait()
         found_inf.clamp_(max=1.0)
 
-    def _begin(self) -> set[int]:
-        """The gradients that are known only now: whoever calls has listed all gradients before, and lacks those."""
-        before = self._engine.passes_ended
-        if self._engine.joining() and self._scattered:
+    def _begin(self) -> Collection[int]:
+        """Wait for all sums; the parameters that the caller's list of gradients lacks, because it was made before."""
+        ended_before = self._passes.passes_ended
+        if self._passes.joining() and self._scattered:
             raise RuntimeError(
                 "inside Join, ranks without inputs hold gradients too, and cannot follow what is done to .grad: use "
                 "the optimizer's own clip_grad_norm_() and grad_norm()"
             )
-        self._engine.finish()
-        return set() if before else self._engine.used_elsewhere
+        self._passes.finish()
+        return () if ended_before else self._passes.used_elsewhere
 
-    def _refuse_late(self, used_elsewhere: set[int]) -> None:
-        """All ranks refuse if one of them has not listed all gradients."""
+    def _refuse_missed(self, missed: Collection[int]) -> None:
+        """All ranks refuse if the list of gradients of one of them is incomplete."""
         if self._scattered and any(
-            row[0] for row in self._engine.shared.start_all_gather_ints([len(used_elsewhere)]).wait()
+            row[0] for row in self._buckets.exchanges[0].start_all_gather_ints([len(missed)]).wait()
         ):
             raise RuntimeError(
                 "ranks have used different parameters in this step, so their lists of gradients differ: use the "
@@ -127,23 +147,23 @@ class ShardedGradOps:
             )
 
     def _parts(self, params: Iterable[int]) -> list[Tensor]:
-        """The kept parts of some gradients, or all of them where gradients are whole."""
+        """The owned parts of some gradients, or all of each where gradients are whole."""
         if not self._scattered:
-            whole = [self._engine.params[index].grad for index in params]
+            whole = [self._buckets.params[index].grad for index in params]
             return [grad for grad in whole if grad is not None]
-        found = [self._part(fragment) for index in params for fragment in self._fragments(index)]
-        return [part for part in found if part is not None]
+        parts = [self._part(fragment) for index in params for fragment in self._fragments(index)]
+        return [part for part in parts if part is not None]
 
     def _fragments(self, index: int) -> list[Fragment]:
-        return [part for part in self._engine.layout.fragments_of(index) if part.rank == self._engine.rank]
+        return [part for part in self._buckets.layout.fragments_of(index) if part.rank == self._buckets.rank]
 
     def _part(self, fragment: Fragment) -> Tensor | None:
-        sums = self._engine.reduction.sums.get(fragment.bucket)
-        start = self._engine.layout.buckets[fragment.bucket].owned(self._engine.rank).start
+        sums = self._reduction.sums.get(fragment.bucket)
+        start = self._buckets.layout.buckets[fragment.bucket].owned(self._buckets.rank).start
         return None if sums is None else sums[fragment.place.start - start : fragment.place.stop - start]
 
     def _as_norm(self, index: int, value: float) -> Tensor:
-        param = self._engine.params[index]
+        param = self._buckets.params[index]
         return torch.tensor(value, dtype=param.dtype.to_real(), device=param.device)
 
 

@@ -88,13 +88,13 @@ class DdpSource:
             if grad is None:
                 self._absent.append(param)
             engine.arrived_in_ddp(self._index_of[param], grad)
-        engine.reduction.copy_waiting()  # DDP goes on with its memory
+        engine.reduction.copy_waiting()  # DDP reuses the memory of its buckets
         if bucket.is_last():
             absent, self._absent = self._absent, []
             if _in_backward():
                 after_backward(partial(_placed, engine, absent))
             else:
-                engine.place_stand_ins()
+                engine.after_ddp_backward()
         done.set_result(bucket.buffer())
         return done
 
@@ -111,7 +111,7 @@ def _placed(engine: Engine, absent: Sequence[Tensor]) -> None:
     """Where other ranks alone have a gradient, DDP has put this rank's zeros: nobody may take them for a sum."""
     for param in absent:
         param.grad = None
-    engine.place_stand_ins()
+    engine.after_ddp_backward()
 
 
 def _in_backward() -> bool:
@@ -121,4 +121,4 @@ def _in_backward() -> bool:
 def _coming(engine: ref[Engine], index: int, grad: Tensor) -> None:
     found = engine()
     if found is not None:
-        found.release_stand_in(index)
+        found.before_ddp_accumulates(index)

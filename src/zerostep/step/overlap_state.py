@@ -1,21 +1,25 @@
-"""The optimizer's side of overlap mode: the leaves that its steps work on, and what can no longer be done."""
+"""Overlap mode of `ZeroRedundancyOptimizer`: what the hooks need of the optimizer, and what it must refuse."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from zerostep.comm.transport import Transport
+from zerostep.errors import TransportError
 from zerostep.plan.groups import Group, all_params
 from zerostep.plan.ownership import Ownership
 from zerostep.step.grad_snapshot import GradSnapshot
-from zerostep.step.overlap_pipeline import GradientCallback, OverlapPipeline
+from zerostep.step.overlap_pipeline import ArrivedBucket, GradientCallback, OverlapPipeline
 
-__all__ = ["OverlapState"]
+__all__ = ["OverlapHost", "OverlapState"]
 
 logger = logging.getLogger("zerostep")
 
@@ -26,55 +30,120 @@ _TOO_LATE = (
 )
 
 
+@dataclass(frozen=True)
+class OverlapHost:
+    """What steps inside backward need of their optimizer.
+
+    `fail` marks the optimizer as broken and returns the error to raise; `step_done` counts a step.
+    """
+
+    transport: Transport
+    owners: Callable[[], Ownership]
+    check_usable: Callable[[], None]
+    raise_if_save_failed: Callable[[], None]
+    fail: Callable[[str], Exception]
+    step_done: Callable[[], None]
+
+
 class OverlapState:
     """What an optimizer holds that steps inside backward."""
 
-    pipeline: OverlapPipeline
+    def __init__(self, host: OverlapHost) -> None:
+        self._host = host
+        self._pipeline: OverlapPipeline | None = None
+        self._leaf_of: dict[Tensor, Tensor] = {}
+        self._snapshot = GradSnapshot()
+        self._callback: GradientCallback | None = None
 
-    def __init__(self) -> None:
-        self.leaf_of: dict[Tensor, Tensor] = {}
-        self.snapshot = GradSnapshot()
-        self.callback: GradientCallback | None = None
+    @property
+    def transport(self) -> Transport:
+        """The optimizer's own transport."""
+        return self._host.transport
+
+    # ------------------------------------------------------------------ leaves
 
     def leaves(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with leaves in place of parameters: tensors of their own that share the parameters' memory."""
         for param in all_params(groups):
-            if param not in self.leaf_of:
-                self.leaf_of[param] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-        return [{**group, "params": [self.leaf_of[param] for param in group["params"]]} for group in groups]
+            if param not in self._leaf_of:
+                self._leaf_of[param] = torch.nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        return [{**group, "params": [self._leaf_of[param] for param in group["params"]]} for group in groups]
+
+    def leaf_of(self, param: Tensor) -> Tensor:
+        """The leaf of a parameter; the parameter itself if this rank does not own it."""
+        return self._leaf_of.get(param, param)
 
     def state(self, inner: Optimizer) -> dict[Tensor, Any]:
         """The live entries of the inner optimizer's state, keyed by the user's parameters."""
-        return {param: inner.state[leaf] for param, leaf in self.leaf_of.items() if leaf in inner.state}
+        return {param: inner.state[leaf] for param, leaf in self._leaf_of.items() if leaf in inner.state}
 
     def prepare(self, inner: Optimizer, outer_groups: Sequence[Group], owners: Ownership) -> None:
-        """Plan anew what the buckets of DDP mean."""
-        self.pipeline = OverlapPipeline(inner, outer_groups, self.leaf_of, owners)
+        """Plan anew how the buckets of DDP are updated and gathered."""
+        self._pipeline = OverlapPipeline(inner, outer_groups, self._leaf_of, owners)
 
-    def begin(self, owners: Ownership) -> None:
-        """The first bucket of an iteration has come."""
-        self.refuse_changed_parameters(owners)
-        self.pipeline.gradient_callback = self.callback
+    def set_callback(self, callback: GradientCallback | None) -> None:
+        """Call `callback(params, gradients)` before each update."""
+        self._callback = callback
 
-    def refuse_changed_parameters(self, owners: Ownership) -> None:
-        """DDP does not follow either: it would wait for the gradients of frozen parameters, and ignore new ones."""
-        if owners.trainability_changed():
+    # ------------------------------------------------------------------ one iteration
+
+    @property
+    def _running(self) -> OverlapPipeline:
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def begin(self) -> None:
+        """The first bucket of an iteration has arrived; raises if the iteration must not go on."""
+        self._host.check_usable()
+        self._host.raise_if_save_failed()
+        self.refuse_changed_parameters()
+        self._running.set_callback(self._callback)
+
+    def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> ArrivedBucket:
+        """Note a bucket whose reduction begins; runs on the thread of backward."""
+        return self._running.arrive(bucket, used)
+
+    def was_used(self, param: Tensor) -> bool:
+        """Whether some rank had a gradient for a parameter in the last iteration."""
+        return self._running.was_used(param)
+
+    def process(
+        self, arrived: ArrivedBucket, reduced: Tensor | Exception, transport: Transport, control: Transport
+    ) -> None:
+        """Update and gather one bucket; all ranks, in the order of the buckets. Runs where the bucket runner runs."""
+        self._host.check_usable()
+        try:
+            self._running.process(arrived, reduced, transport, control)
+        except TransportError as error:
+            raise self._host.fail(f"the exchange of bucket {arrived.index} failed: {error}") from error
+        if arrived.is_last:
+            self._host.step_done()
+
+    def snapshot_gradients(self) -> None:
+        """Remember the gradients as backward left them, to notice later edits."""
+        self._snapshot.take(self._leaf_of)
+
+    # ------------------------------------------------------------------ what cannot be done
+
+    def refuse_changed_parameters(self) -> None:
+        """Raise if `requires_grad` has changed: DDP would wait for frozen parameters, and ignore new ones."""
+        if self._host.owners().trainability_changed():
             raise RuntimeError(
                 "requires_grad of some parameters has changed, which overlap_with_ddp=True cannot follow: build the "
                 "DDP module and the optimizer anew, or use overlap_with_ddp=False"
             )
 
     def refuse_step(self, scaled: bool) -> None:
-        """What `step()` has to say."""
+        """`step()` has nothing to do; raise if the user expects more of it."""
         if scaled:
             raise RuntimeError(f"GradScaler cannot be used: {_TOO_LATE}")
         self.refuse_edited_gradients()
         logger.warning("step() does nothing with overlap_with_ddp=True: backward() has already updated the parameters")
 
     def refuse_edited_gradients(self) -> None:
-        """Gradients that were edited after backward went into no update: say so, once."""
-        edited = self.snapshot.edited()
-        self.snapshot.clear()
+        """Raise, once, if gradients were edited after backward: no update has used the edit."""
+        edited = self._snapshot.edited()
+        self._snapshot.clear()
         if edited:
             raise RuntimeError(
                 f"{len(edited)} gradients were edited after backward(), as clip_grad_norm_() does: {_TOO_LATE}"

@@ -1,52 +1,45 @@
-"""Gradients on their way to their owners: what has arrived, what is under way, what is kept.
+"""Gradients to their owners while backward runs: what has arrived, what is in flight, which sums are done.
 
-A *round* is one backward pass. Gradients are copied into the memory of their bucket as they come; a full bucket is
-launched when those before it in layout order are launched too, and not before, because all ranks must launch in one
-order. At most two buckets are under way: launching a third first finishes the oldest, of which only the owned part is
-kept. What is still missing at the end is launched with zeros.
+A *pass* is one backward pass. Gradients are copied into the buffer of their bucket as they arrive; a full bucket is
+launched when those before it in layout order are launched, and not before, because all ranks must launch in one order.
+At most two buckets are in flight: launching a third first waits for the oldest, of which only the owned part is kept.
+Buckets that are not full at the end of the pass are launched with zeros in place of what is missing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerostep.comm.exchange import Exchange, PendingReduce
-from zerostep.plan.buckets import padded_size
-from zerostep.plan.layout import Layout, Span
-from zerostep.step.stats import PhaseTimer
-from zerostep.tensors import Scratch
+from zerostep.comm.exchange import PendingReduce
+from zerostep.plan.layout import Span
+from zerostep.step.grad_buffers import GradBuffers
+from zerostep.step.labels import PhaseTimer
+from zerostep.step.reduction_plan import ReductionPlan
 
-__all__ = ["Reduction", "ReductionPlan"]
+__all__ = ["Reduction"]
 
-_flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
-# Memory at the end of backward is the owned part plus what is under way.
-_UNDER_WAY = 2
-# Fewer elements than this cost less to copy than a call.
-_SMALL = 1 << 14
+# Memory at the end of backward is the owned part of the gradients plus this many buckets.
+_MOST_IN_FLIGHT = 2
 
 
-@dataclass(frozen=True)
-class ReductionPlan:
-    """What a reduction needs to know: who owns what, how it travels and what each rank's gradient counts."""
+class _InFlight(NamedTuple):
+    """A launched bucket; keeps the memory alive that the exchange still reads."""
 
-    layout: Layout
-    rank: int
-    params: Sequence[Tensor]
-    exchanges: Sequence[Exchange]
-    dtypes: Sequence[torch.dtype]
-    scale: float
-    whole: bool
+    backward_pass: int
+    bucket: int
+    pending: PendingReduce
+    memory: Tensor
 
 
 class Reduction:
-    """The gradients of this iteration. `kept` has the owned part of each bucket that was reduced so far.
+    """The gradients of one step, over one or several backward passes.
 
-    With `whole` gradients, `kept` has all of it.
+    Runs on whatever thread autograd calls hooks from; the engine's lock keeps callers apart.
     """
 
     def __init__(
@@ -56,117 +49,149 @@ class Reduction:
         timer: PhaseTimer,
         on_pass_begin: Callable[[], None],
     ) -> None:
-        self._plan, self._sum_replicas, self._timer, self._on_pass_begin = plan, sum_replicas, timer, on_pass_begin
-        self._buffers: dict[int, Tensor] = {}
-        self._small: dict[int, Tensor] = {}
-        self._bucket_of = [plan.layout.place_of(param)[0] for param in range(len(plan.layout.params))]
-        self._filled: set[int] = set()
-        self._written: set[int] = set()
-        self._stale: set[int] = set()
-        self._trainable: list[bool] = []
-        self._order: list[int] = []
-        self._expected: dict[int, set[int]] = {}
-        self._missing: dict[int, set[int]] = {}
-        self._next = 0
+        self._sum_replicas, self._timer, self._on_pass_begin = sum_replicas, timer, on_pass_begin
+        self._in_flight: deque[_InFlight] = deque()
+        self._sums: dict[int, Tensor] = {}
+        self._used: set[int] = set()
+        self._stale: set[int] = set()  # parameters in `_sums` whose gradient was dropped since
+        self._passes = 0
         self._open = False
-        self._in_flight: deque[tuple[int, int, PendingReduce, Tensor]] = deque()
-        self._scratch = Scratch()
-        self._reusable: dict[int, Tensor] = {}
-        self.sums: dict[int, Tensor] = {}
-        self.used: set[int] = set()
-        self.passes = 0
+        self._use(plan)
 
-    # ------------------------------------------------------------------ a round
+    def _use(self, plan: ReductionPlan) -> None:
+        self._plan, self._buffers = plan, GradBuffers(plan)
+        self._arrived: set[int] = set()
+        self._written: set[int] = set()
+        self._trainable: list[bool] = []
+        self._expected: dict[int, frozenset[int]] = {}
+        self._missing: dict[int, set[int]] = {}
+        self._order: list[int] = []
+        self._next = 0
+        self._reusable: dict[int, Tensor] = {}
+
+    def extend(self, plan: ReductionPlan) -> None:
+        """Go on with a plan that has further buckets behind those of the present one."""
+        if self._open:
+            self.launch_missing()
+        self.finish()
+        self._use(plan)
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def sums(self) -> Mapping[int, Tensor]:
+        """This rank's part of each reduced bucket, by bucket; all of it if the plan asks for whole gradients."""
+        return self._sums
+
+    @property
+    def used(self) -> Collection[int]:
+        """The parameters that have a gradient in this step."""
+        return self._used
+
+    @property
+    def passes(self) -> int:
+        """Backward passes that have ended in this step."""
+        return self._passes
+
+    @property
+    def open(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._open
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sums, of buckets that are filled or in flight, and of the buffers that receive them."""
+        in_flight = sum(each.memory.untyped_storage().nbytes() + each.pending.nbytes for each in self._in_flight)
+        storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in self._sums.values()}
+        return sum(storages.values()) + in_flight + self._buffers.nbytes
+
+    # ------------------------------------------------------------------ one pass
 
     def arrive(self, param: int, grad: Tensor | None, accumulate: bool) -> bool:
-        """Take a gradient, which nobody else may change; `None` stands for one that this pass did not make.
+        """Take a gradient, or `None` for a parameter without one in this pass; whether this was the pass's last one.
 
-        `held` tells that it comes on top of what is kept. Returns whether this was the last one of the round.
+        The gradient's memory must not change afterwards. `accumulate` adds it to the sums of earlier passes; without
+        it, those of this parameter are dropped.
         """
+        bucket = self._plan.bucket_of[param]
         if not self._open:
             self._begin()
-        elif param in self._filled or self._bucket_of[param] not in self._missing:
-            # A further backward pass; or its bucket is on its way already.
+        elif param in self._arrived or bucket not in self._missing:
+            # A further backward pass has begun, or the parameter's bucket is in flight already.
             self.launch_missing()
             self._begin()
-        bucket = self._bucket_of[param]
         if grad is not None:
-            self._take(param, bucket, grad.detach())
+            self._buffers.add(param, grad.detach())
             self._written.add(param)
-            if not accumulate and param in self.used:
+            if not accumulate and param in self._used:
                 self._finish_earlier_passes()
                 self._stale.add(param)
-            self.used.add(param)
-        self._filled.add(param)
+            self._used.add(param)
+        self._arrived.add(param)
         missing = self._missing[bucket]
         missing.discard(param)
         return not missing and self._launch_full()
 
-    def _take(self, param: int, bucket: int, grad: Tensor) -> None:
-        """Large gradients are copied at once; small ones wait for their neighbours, and are copied together."""
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        if grad.numel() < _SMALL and grad.stride() == self._plan.params[param].stride() and grad.is_contiguous():
-            self._small[param] = grad
-        else:
-            self._write(param, bucket, grad)
-
     def copy_waiting(self) -> None:
-        """Copy what waits to be copied: its memory is about to be used for something else."""
-        for bucket in {self._bucket_of[param] for param in self._small}:
-            self._write_small(bucket)
+        """Copy gradients that are still held, because their memory is about to be reused."""
+        self._buffers.copy_waiting()
 
     def launch_missing(self) -> None:
-        """End the round: what is missing counts as zero."""
+        """End the pass: launch all remaining buckets, with zeros for gradients that have not arrived."""
         if not self._open:
             self._begin()
         while self._next < len(self._order):
             self._launch()
-        self._close()
+        self._end()
 
     def finish(self, bucket: int | None = None) -> None:
-        """Wait until a bucket that is under way is kept; all of them if none is named."""
-        while self._in_flight and (bucket is None or any(bucket == flying[1] for flying in self._in_flight)):
+        """Wait until a bucket is no longer in flight; all of them if none is named."""
+        while self._in_flight and (bucket is None or any(bucket == each.bucket for each in self._in_flight)):
             self._finish_oldest()
 
-    @property
-    def open(self) -> bool:
-        """Whether a round has begun and not ended."""
-        return self._open
+    # ------------------------------------------------------------------ between passes
 
-    def drop(self, params: Sequence[int] | None = None) -> None:
-        """Drop the gradients of some parameters, or of all."""
-        if params is None:
+    def mark_used(self, params: Iterable[int]) -> None:
+        """Count parameters as used because another rank has a gradient for them."""
+        self._used.update(params)
+
+    def replace_used(self, params: Iterable[int]) -> None:
+        """Count exactly these parameters as used."""
+        self._used = set(params)
+
+    def reset_passes(self) -> None:
+        """Begin to count the passes of the next step."""
+        self._passes = 0
+
+    def take_sums(self) -> dict[int, Tensor]:
+        """Hand over all sums; none are left here."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def drop(self, params: Iterable[int]) -> None:
+        """Drop the gradients of some parameters."""
+        dropped = self._used.intersection(params)
+        if dropped:
             self.finish()
-            # Those that are under way at the end of backward have no part yet, and should not.
-            used_elsewhere = self._order[-_UNDER_WAY:] if not self._plan.whole else list(self.sums)
-            on_host = {bucket: part for bucket, part in self.sums.items() if part.device.type == "cpu"}
-            # An inner optimizer may keep a gradient that it has seen.
-            alone = _holders(torch.empty(0))
-            self._reusable = {
-                b: part for b, part in on_host.items() if b not in used_elsewhere and _holders(part) == alone
-            }
-            self.sums, self.used, self._stale = {}, set(), set()
-        else:
-            gone = self.used.intersection(params)
-            if gone:
-                self.finish()
-            self._stale |= gone
-            self.used.difference_update(params)
+        self._stale |= dropped
+        self._used -= dropped
+
+    def drop_all(self) -> None:
+        """Drop all gradients; memory of sums on the host is kept for the next ones."""
+        self.finish()
+        # Buckets that are in flight at the end of backward have no sum yet, and get memory of their own.
+        last = self._order[-_MOST_IN_FLIGHT:] if not self._plan.whole else list(self._sums)
+        on_host = {bucket: part for bucket, part in self._sums.items() if part.device.type == "cpu"}
+        # An inner optimizer may keep a reference to a gradient that it was given: such memory is not reused.
+        alone = _references(torch.empty(0))
+        self._reusable = {b: part for b, part in on_host.items() if b not in last and _references(part) == alone}
+        self._sums, self._used, self._stale = {}, set(), set()
 
     def zero_stale(self) -> None:
-        """Zero what is kept of gradients that were dropped and have not come again."""
-        for bucket, sums in self.sums.items():
-            self._clear_stale(bucket, sums)
+        """Zero the sums of gradients that were dropped and did not arrive again."""
+        for bucket, part in self._sums.items():
+            self._zero_stale(bucket, part)
         self._stale = set()
-
-    def take_over(self, before: Reduction) -> None:
-        """Take over what an earlier plan has kept; its buckets are the first of this one."""
-        if before.open:
-            before.launch_missing()
-        before.finish()
-        self.passes = before.passes
-        self.sums, self.used, self._stale = before.sums, before.used, before._stale
 
     # ------------------------------------------------------------------ launching
 
@@ -174,58 +199,52 @@ class Reduction:
         self._on_pass_begin()
         trainable = [param.requires_grad for param in self._plan.params]
         if trainable != self._trainable:
-            self._trainable = trainable
-            slots = [[slot.param for slot in bucket.slots] for bucket in self._plan.layout.buckets]
-            expected = {index: {param for param in members if trainable[param]} for index, members in enumerate(slots)}
-            self._expected = {index: members for index, members in expected.items() if members}
+            self._trainable, self._expected = trainable, self._plan.trained(trainable)
             self._order = list(self._expected)
         self._missing = {index: set(members) for index, members in self._expected.items()}
-        self._filled, self._written, self._next, self._open = set(), set(), 0, True
+        self._arrived, self._written, self._next, self._open = set(), set(), 0, True
 
-    def _close(self) -> None:
+    def _end(self) -> None:
         self._open = False
-        self._scratch.trim()
         for exchange in {id(exchange): exchange for exchange in self._plan.exchanges}.values():
             exchange.release_scratch()
-        self.passes += 1
+        self._passes += 1
 
     def _launch_full(self) -> bool:
         while self._next < len(self._order) and not self._missing[self._order[self._next]]:
             self._launch()
         done = self._next == len(self._order)
         if done:
-            self._close()
+            self._end()
         return done
 
     def _launch(self) -> None:
+        """Launch the next bucket. The order of launches must be the same on all ranks."""
         bucket = self._order[self._next]
-        while len(self._in_flight) >= _UNDER_WAY:
+        while len(self._in_flight) >= _MOST_IN_FLIGHT:
             self._finish_oldest()
-        memory = self._memory(bucket)
-        self._write_small(bucket)
-        for slot in self._plan.layout.buckets[bucket].slots:
-            if slot.param not in self._written:
-                memory[slot.span.start : slot.span.stop].zero_()
+        memory = self._buffers.take(bucket, self._written)
         with self._timer.phase("reduce", bucket):
-            reducing = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
-        self._in_flight.append((self.passes, bucket, reducing, memory))
-        del self._buffers[bucket], self._missing[bucket]
+            pending = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
+        self._in_flight.append(_InFlight(self._passes, bucket, pending, memory))
+        del self._missing[bucket]
         self._next += 1
 
     def _finish_oldest(self) -> None:
-        _, bucket, reducing, memory = self._in_flight.popleft()
+        _, bucket, pending, memory = self._in_flight.popleft()
+        exchange = self._plan.exchanges[bucket]
         with self._timer.waiting("reduce", bucket):
-            part = self._sum_replicas(reducing.finish(self._reusable.pop(bucket, None)))
+            part = self._sum_replicas(pending.finish(self._reusable.pop(bucket, None)))
         self._add_sum(bucket, self._gathered(bucket, part, memory) if self._plan.whole else part)
-        if self._plan.exchanges[bucket].blocks_host and not self._plan.whole:
-            self._scratch.give(memory)
+        if exchange.blocks_host and not self._plan.whole:
+            exchange.free(memory)
 
     def _finish_earlier_passes(self) -> None:
-        while self._in_flight and self._in_flight[0][0] != self.passes:
+        while self._in_flight and self._in_flight[0].backward_pass != self._passes:
             self._finish_oldest()
 
     def _gathered(self, bucket: int, part: Tensor, memory: Tensor) -> Tensor:
-        """The whole of a reduced bucket, where everybody wants all gradients."""
+        """The whole of a reduced bucket, from the parts of all owners."""
         where = self._plan.layout.buckets[bucket]
         owned = where.owned(self._plan.rank)
         memory[owned.start : owned.stop].copy_(part)
@@ -234,70 +253,26 @@ class Reduction:
         return memory
 
     def _add_sum(self, bucket: int, part: Tensor) -> None:
-        before = self.sums.get(bucket)
+        before = self._sums.get(bucket)
         if before is None:
-            self.sums[bucket] = part
+            self._sums[bucket] = part
         else:
-            self._clear_stale(bucket, before)
+            self._zero_stale(bucket, before)
             before.add_(part)
         self._stale.difference_update(slot.param for slot in self._plan.layout.buckets[bucket].slots)
 
-    # ------------------------------------------------------------------ memory
-
-    def _memory(self, bucket: int) -> Tensor:
-        if bucket not in self._buffers:
-            where = self._plan.layout.buckets[bucket]
-            device = self._plan.params[where.slots[0].param].device
-            size, dtype = padded_size(where), self._plan.dtypes[bucket]
-            on_host = device.type == "cpu"
-            made = self._scratch.take(size, dtype) if on_host else torch.empty(size, dtype=dtype, device=device)
-            self._buffers[bucket] = made
-        return self._buffers[bucket]
-
-    def _write(self, param: int, bucket: int, grad: Tensor) -> None:
-        _, span = self._plan.layout.place_of(param)
-        place = self._memory(bucket)[span.start : span.stop]
-        like = self._plan.params[param]
-        view = place.as_strided(like.shape, like.stride(), place.storage_offset())
-        self._scale_into(view, grad)
-
-    def _write_small(self, bucket: int) -> None:
-        """Small neighbours go in one piece: two calls for a thousand of them."""
-        run, start, stop = list[Tensor](), 0, 0
-        for slot in self._plan.layout.buckets[bucket].slots if self._small else ():
-            grad = self._small.pop(slot.param, None)
-            if grad is None:
-                continue
-            if run and slot.span.start != stop:
-                self._write_run(bucket, run, start, stop)
-                run = []
-            start = start if run else slot.span.start
-            run.append(grad)
-            stop = slot.span.stop
-        if run:
-            self._write_run(bucket, run, start, stop)
-
-    def _write_run(self, bucket: int, run: list[Tensor], start: int, stop: int) -> None:
-        self._scale_into(self._memory(bucket)[start:stop], _flatten(run))
-
-    def _scale_into(self, view: Tensor, grad: Tensor) -> None:
-        if grad.dtype == view.dtype:
-            torch.mul(grad, self._plan.scale, out=view)
-        else:
-            view.copy_(grad).mul_(self._plan.scale)
-
-    def _clear_stale(self, bucket: int, sums: Tensor) -> None:
+    def _zero_stale(self, bucket: int, part: Tensor) -> None:
         if not self._stale:
             return
         where = self._plan.layout.buckets[bucket]
         start = 0 if self._plan.whole else where.owned(self._plan.rank).start
         for slot in where.slots:
             if slot.param in self._stale:
-                span = slot.span.intersect(Span(start, start + sums.numel())).shift(-start)
-                sums[span.start : span.stop].zero_()
+                span = slot.span.intersect(Span(start, start + part.numel())).shift(-start)
+                part[span.start : span.stop].zero_()
 
 
-def _holders(tensor: Tensor) -> int:
-    """How many hold the memory of a tensor: the tensor itself, all views of it, and whoever counts them."""
-    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return found
+def _references(tensor: Tensor) -> int:
+    """How many references there are to the storage of a tensor: its own, those of its views, and that of the caller."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -123,7 +123,7 @@ class ShardedRun:
         loss: Tensor = self.model(window)
         loss.backward()
         if not self._gradient_bytes:
-            self._gradient_bytes = _gradient_bytes(self._optimizer)
+            self._gradient_bytes = self._optimizer.stats().gradient_bytes
         self._optimizer.step()
         return loss
 
@@ -137,8 +137,7 @@ class ShardedRun:
 
     def sizes(self) -> Sizes:
         """Gradients of the first pass, before the step uses them up."""
-        state = _state_bytes(self._optimizer._inners.all)
-        return Sizes(_memory(self.model.parameters()), self._gradient_bytes, state)
+        return Sizes(_memory(self.model.parameters()), self._gradient_bytes, self._optimizer.stats().state_bytes)
 
     def wire_bytes(self, steps: int) -> int:
         """What it has counted."""
@@ -148,13 +147,6 @@ class ShardedRun:
 def _optimizer(part: Any, sharded: bool) -> Optimizer:
     params = [param for _, param in part.named]
     return ZeroRedundancyOptimizer(params, part.kind, **part.options) if sharded else part.kind(params, **part.options)
-
-
-def _gradient_bytes(optimizer: ShardedOptimizer) -> int:
-    """What the gradients take: owned sums, buckets under way, and room for what is received."""
-    reduction = optimizer._running.reduction
-    flying = [[memory, *getattr(found, "rooms", {}).values()] for _, _, found, memory in reduction._in_flight]
-    return _memory([*reduction.sums.values(), *(tensor for tensors in flying for tensor in tensors)])
 
 
 def _state_bytes(optimizers: Sequence[Optimizer]) -> int:

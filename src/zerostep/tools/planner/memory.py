@@ -15,7 +15,7 @@ from zerostep.plan.groups import Group, all_params, class_of
 from zerostep.plan.layout import Fragment, Layout, Slot
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.plan.ownership import Ownership
-from zerostep.tools.planner.backward import Terms, play
+from zerostep.tools.planner.gradient_bytes import BackwardTerms, gradient_bytes
 from zerostep.tools.planner.state import StateModel
 
 __all__ = ["Memory", "RankBytes", "TrainingJob", "fully_sharded", "replicated", "sharded", "whole_parameters"]
@@ -110,8 +110,8 @@ class RankBytes:
         if self.course is None or self.job is None:
             return found
         in_ddp = self.base.scratch > 0
-        terms = Terms(self.job.planner.settings.reduce_dtype, self.job.on_host, absorbs=in_ddp)
-        course = play(self.course, rank, map(self.course.index_of, reversed(self.job.names)), terms)
+        terms = BackwardTerms(self.job.planner.settings.reduce_dtype, self.job.on_host, in_ddp)
+        course = gradient_bytes(self.course, rank, map(self.course.index_of, reversed(self.job.names)), terms)
         return replace(
             found,
             gradients=course.kept,

@@ -1,0 +1,88 @@
+"""The state of a `ShardedOptimizer`: collected on one rank, and replaced by a state dict or a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerostep.comm.mesh import Ranks
+from zerostep.comm.objects import gather_object
+from zerostep.plan.groups import CLASS_KEY, Group, class_of, options, own_options
+from zerostep.plan.layout_planner import LayoutPlanner
+from zerostep.state.expected import GroupOptimizer
+from zerostep.state.fragments import assemble, ready_to_travel
+from zerostep.state.leaf_state import LeafStates
+from zerostep.state.param_state import DictState, SavedState
+from zerostep.state.restore import validate
+from zerostep.state.state_dict import StateDict, pack_groups
+from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.training_step import TrainingStep
+
+__all__ = ["ShardedState"]
+
+
+class ShardedState:
+    """State dicts and checkpoints, for leaves that lie on all ranks."""
+
+    def __init__(
+        self, step: TrainingStep, inners: InnerOptimizers, groups: list[Group], planner: LayoutPlanner, ranks: Ranks
+    ) -> None:
+        self._step, self._inners, self._groups, self._planner, self._ranks = step, inners, groups, planner, ranks
+        self._buckets = step.engine.buckets
+        self.leaves = LeafStates(self._buckets, inners)
+
+    def collect(self, to: int) -> list[Any]:
+        """Every rank's part of the state, on rank `to`; an empty list elsewhere. A collective."""
+        parts: list[Any] = gather_object(self._ranks.shards, lambda: ready_to_travel(self.leaves.shares()), to)
+        return parts
+
+    def consolidated(self, parts: Sequence[Any]) -> StateDict:
+        """What was collected, as one state dict."""
+        groups = [{k: v for k, v in group.items() if k != CLASS_KEY} for group in pack_groups(self._groups)]
+        return {"state": assemble(parts, self._buckets.params), "param_groups": groups}
+
+    def load_whole(self, state_dict: StateDict) -> bool:
+        """Replace state and options by this rank's part of a state dict; whether it had any state."""
+        optimizers = [self._inners.of(group) for group in range(len(self._groups))]
+        numbers = validate(state_dict, self._groups, optimizers, {})
+        saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
+        chosen = [options(dict(group)) for group in state_dict["param_groups"]]
+        self._step.engine.recover()
+        params = self._buckets.params
+        self.leaves.load({number: DictState(entry, params[number]) for number, entry in saved.items()}, chosen)
+        self._step.load_reference(saved, chosen)
+        self._step.loaded()
+        return bool(saved)
+
+    def prepare_restore(
+        self, saved: Mapping[int, SavedState], options: Sequence[Group], step: int
+    ) -> Callable[[], None]:
+        """Read this rank's part of a checkpoint; the returned function replaces state and options by it."""
+        replace_state = self.leaves.prepare(saved, options, fresh=True)
+
+        def apply() -> None:
+            self._step.engine.recover()
+            replace_state()
+            compared = saved if self._step.verifies else {}
+            whole = {number: {key: state.whole(key) for key in state.names()} for number, state in compared.items()}
+            self._step.load_reference(whole, options)
+            self._step.loaded(step)
+
+        return apply
+
+    def group_optimizer(self, group: int) -> GroupOptimizer:
+        """The class and the options that make the state of a group's parameters."""
+        planner, chosen = self._planner, self._groups[group]
+        optimizer_class = class_of(chosen, planner.default_class)
+        defaults = planner.defaults if optimizer_class is planner.default_class else {}
+        return GroupOptimizer(optimizer_class, defaults, own_options(chosen), planner.settings.master_dtype)
+
+    def nbytes(self) -> int:
+        """Bytes of the inner optimizers' state on this rank."""
+        return sum(optimizer_state_bytes(optimizer.state) for optimizer in self._inners.all)
+
+
+def optimizer_state_bytes(state: Mapping[Any, Any]) -> int:
+    """Bytes of all tensors in the state of an optimizer."""
+    values = [value for entry in state.values() for value in entry.values()]
+    return sum(getattr(value, "nbytes", 0) for value in values)

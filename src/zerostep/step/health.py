@@ -1,0 +1,34 @@
+"""Whether parameters and optimizer state belong to one step."""
+
+from __future__ import annotations
+
+__all__ = ["Health"]
+
+
+class Health:
+    """Remembers a step that failed half-way; every public method that relies on the state asks it first."""
+
+    def __init__(self) -> None:
+        self._failure: str | None = None
+
+    def mark_broken(self, description: str) -> RuntimeError:
+        """Refuse everything until a state is loaded; the error to raise."""
+        self._failure = description
+        return RuntimeError(f"{description}; restart from the last checkpoint on all ranks")
+
+    def mark_recovered(self) -> None:
+        """A whole state was loaded."""
+        self._failure = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a step has failed half-way."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise if a step has failed half-way and nothing was loaded since."""
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{self._failure}; parameters and optimizer state are from different steps: load the last checkpoint, "
+                "the model's and this optimizer's, on all ranks before going on"
+            )

@@ -1,0 +1,48 @@
+"""What a reduction of gradients needs to know, and never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zerostep.comm.exchange import Exchange
+from zerostep.plan.layout import Layout
+
+__all__ = ["ReductionPlan"]
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """Who owns what, how each bucket travels, in which dtype it is summed, and the factor of each rank's gradient.
+
+    `exchanges` and `dtypes` have an entry per bucket. With `whole`, every rank gets the whole of every sum. Gradients
+    with fewer than `small` elements cost less to copy than a call: they are held and copied with their neighbours.
+    """
+
+    layout: Layout
+    rank: int
+    params: Sequence[Tensor]
+    exchanges: Sequence[Exchange]
+    dtypes: Sequence[torch.dtype]
+    scale: float
+    whole: bool
+    small: int = 1 << 14
+
+    @cached_property
+    def bucket_of(self) -> list[int]:
+        """The bucket of each parameter."""
+        return [self.layout.place_of(param)[0] for param in range(len(self.layout.params))]
+
+    def holds_back(self, param: int) -> bool:
+        """Whether the gradients of a parameter are held until their bucket is launched."""
+        return self.layout.params[param].numel < self.small
+
+    def trained(self, trainable: Sequence[bool]) -> dict[int, frozenset[int]]:
+        """The trainable parameters of each bucket, in launch order; buckets without one are left out."""
+        slots = ((index, bucket.slots) for index, bucket in enumerate(self.layout.buckets))
+        members = {index: frozenset(slot.param for slot in those if trainable[slot.param]) for index, those in slots}
+        return {index: params for index, params in members.items() if params}

@@ -1,0 +1,193 @@
+"""One step of `ShardedOptimizer`, from noticing what changed since the last one to the comparison with a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from zerostep.comm.background import BackgroundSaves
+from zerostep.memory.leaf import Leaf
+from zerostep.plan.groups import Group
+from zerostep.plan.layout_planner import Settings
+from zerostep.step.engine import Engine
+from zerostep.step.grad_sources import GradSource
+from zerostep.step.health import Health
+from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.reference import ReferenceOptimizer
+
+__all__ = ["TrainingStep"]
+
+
+class TrainingStep:
+    """Runs steps over an engine, inner optimizers and the user's parameter groups.
+
+    On a rank that has joined, the thread of its join hook calls `run` in place of the user's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        inners: InnerOptimizers,
+        groups: Sequence[Group],
+        source: GradSource,
+        saves: BackgroundSaves,
+        health: Health,
+        settings: Settings,
+    ) -> None:
+        self._engine, self._inners, self._groups, self._source = engine, inners, groups, source
+        self._saves, self._health, self._settings = saves, health, settings
+        self._reference: ReferenceOptimizer | None = None
+        self._count = 0
+
+    @property
+    def count(self) -> int:
+        """Steps so far."""
+        return self._count
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that divide the state."""
+        return self._engine.buckets.rank
+
+    def run(self, joining: bool) -> None:
+        """One step. With `gather="forward"` parameters may still be in flight at its end, but not in a join context."""
+        self.check_usable()
+        self._saves.raise_if_failed()
+        self._follow_params()
+        with self._engine.lock, self._failing():
+            self._engine.end_passes()
+            self._step_reference()
+            self._engine.update(self._inners)
+            self._engine.wait_used_mask()
+            # In a join context DDP broadcasts all parameters at the end, whatever is still in flight.
+            if self._settings.gather == "step" or joining:
+                self._raise_if_peer_failed()
+                self.synchronize()
+        self._inners.pull(self._groups)
+        self._count += 1
+        self._compare_with_reference()
+
+    def _follow_params(self) -> None:
+        """Notice what the user did to parameters and options since the last step."""
+        self.synchronize()
+        self._raise_if_peer_failed()
+        self._engine.buckets.follow_params()
+        self.add_leaves(self._engine.buckets.bind_trainable())
+        self._source.extend(self._engine.buckets.params)
+        self._inners.push(self._groups)
+
+    def add_leaves(self, leaves: Sequence[Leaf]) -> None:
+        """Give new leaves to the inner optimizers of their groups."""
+        for leaf in leaves:
+            self._inners.extend(leaf.group, [leaf.tensor])
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After an error in a step, parameters and state belong to no step."""
+        try:
+            yield
+        except Exception as error:
+            self._health.mark_broken(f"step {self._count + 1} failed on rank {self.rank}: {error}")
+            raise
+
+    def _raise_if_peer_failed(self) -> None:
+        """An error in one rank's update ends the step of all, where ranks wait for each other on the host anyway."""
+        failed = self._engine.failed_ranks()
+        if failed:
+            self.synchronize()
+            raise self._health.mark_broken(f"the update of step {self._count} failed on rank {failed[0]}")
+
+    def synchronize(self) -> None:
+        """Return when all parameters are in place."""
+        self._engine.gathers.wait()
+
+    def check_usable(self) -> None:
+        """Raise if a step or a backward pass has failed half-way."""
+        if self._engine.failure is not None and not self._health.broken:
+            self._health.mark_broken(f"a backward pass failed on rank {self.rank}: {self._engine.failure}")
+        self._health.check()
+
+    def ensure_complete(self) -> None:
+        """Make sure that parameters and state belong to one step, on this rank and its peers."""
+        self.check_usable()
+        self.synchronize()
+        self._raise_if_peer_failed()
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """The norm of all gradients, which are scaled down to `max_norm` unless that is infinite."""
+        total = self._engine.grad_ops.total_norm(norm_type)
+        if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
+            self._engine.grad_ops.scale(factor)
+        return total
+
+    def loaded(self, count: int | None = None) -> None:
+        """All state and options are new; `count` is the number of steps that made them, if it is known."""
+        self._inners.pull(self._groups)
+        self._health.mark_recovered()
+        self._count = self._count if count is None else count
+
+    # ------------------------------------------------------------------ verification
+
+    def verify_with(self, reference: ReferenceOptimizer) -> None:
+        """Compare the next steps with an unsharded optimizer."""
+        self._set_reference(reference)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether an unsharded optimizer runs beside this one."""
+        return self._reference is not None
+
+    def add_to_reference(self, group: Group) -> None:
+        """Show a further group to the reference optimizer, if there is one."""
+        if self._reference is not None:
+            self._reference.add(group, self._engine.buckets.layout.params)
+
+    def load_reference(self, saved: Mapping[int, Mapping[str, Any]], options: Sequence[Group]) -> None:
+        """Load whole state into the reference optimizer, if there is one."""
+        if self._reference is not None:
+            self._reference.load(saved, options)
+
+    def _set_reference(self, reference: ReferenceOptimizer | None) -> None:
+        self._reference = reference
+        self._engine.set_reference(reference)
+
+    def _step_reference(self) -> None:
+        if self._reference is not None:
+            self._reference.step(self._groups, self._engine.buckets.params, self._engine.whole_gradients())
+
+    def _compare_with_reference(self) -> None:
+        if self._reference is not None:
+            self.synchronize()
+            self._reference.compare(self._engine.buckets.params)
+            if self._reference.done:
+                self._set_reference(None)
+
+    # ------------------------------------------------------------------ in place of the live ranks
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that the steps run on."""
+        return self._engine
+
+    def shadow_step(self, in_ddp: bool) -> None:
+        """A joined rank's step, in place of the user's."""
+        with self._engine.lock:
+            self.run(joining=True)
+            # The live ranks drop their gradients before the next pass. Those of a bare module announce it, see
+            # `Engine.shadow_backward`.
+            if in_ddp or self._settings.reduction == "all":
+                self._engine.drop_all()
+        if not in_ddp and self._settings.reduction == "all":
+            for param in self._engine.buckets.params:
+                param.grad = None
+
+    def whole_gradients_of(self, rank: int, in_ddp: bool) -> list[Tensor]:
+        """The parameters whose whole gradients a joined rank needs from a live one to step on what it owns."""
+        if not in_ddp or self._settings.reduction == "scatter":
+            return []
+        layout, params = self._engine.buckets.layout, self._engine.buckets.params
+        return [params[fragment.param] for fragment in layout.fragments(rank % layout.world_size)]

@@ -1,0 +1,129 @@
+"""The second half of a step: inner optimizers on the owned parts, bucket by bucket, and new parameters to everyone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from zerostep.memory.leaf import Leaf
+from zerostep.memory.shard import Shard
+from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.gathering import PendingGathers
+from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
+from zerostep.step.labels import PhaseTimer
+
+__all__ = ["Sums", "Updater"]
+
+# Updates begin while the last sums are in flight; where the host does not wait for sums, one batch is cheapest.
+_MOST_PARTIAL_STEPS = 8
+_SMALL_BUCKET = 1 << 16  # elements
+
+
+class Sums(Protocol):
+    """The reduced gradients of this step."""
+
+    def finish(self, bucket: int) -> None:
+        """Wait until a bucket is reduced."""
+
+    def owned_part(self, bucket: int) -> Tensor:
+        """The part of a reduced bucket that this rank owns."""
+
+
+class Updater:
+    """Updates buckets and launches their gathers. All ranks call it for the same buckets."""
+
+    def __init__(
+        self,
+        buckets: BucketShards,
+        gathers: PendingGathers,
+        gather: Literal["step", "forward"],
+        blocks_host: bool,
+        timer: PhaseTimer,
+    ) -> None:
+        self._buckets, self._gathers, self._gather, self._timer = buckets, gathers, gather, timer
+        self._most_batches = _MOST_PARTIAL_STEPS if blocks_host else 1
+
+    def update(
+        self, chosen: Sequence[int], used: Collection[int], sums: Sums, inners: InnerOptimizers
+    ) -> Exception | None:
+        """Step on the owned part of the chosen buckets and launch their gathers; the error of the update, if it failed.
+
+        Even after an error all buckets are launched, with old values: the other ranks wait for them.
+        """
+        failure: Exception | None = None
+        partial_steps = inners.begin()
+        with torch.no_grad():
+            for batch in self._batches(chosen):
+                for bucket in batch:
+                    sums.finish(bucket)
+                try:
+                    if failure is None:
+                        self._step(batch, used, sums, inners, partial_steps)
+                except Exception as error:
+                    failure = error
+                if self._gather == "step":
+                    self._launch(batch)
+        partial_steps.end()
+        return failure
+
+    def launch_late(self, chosen: Sequence[int]) -> None:
+        """With `gather="forward"`: launch all gathers, in the order in which the next forward pass needs them."""
+        if self._gather == "forward":
+            # Small buckets hold norms and biases, which forward needs everywhere; then come the first layers.
+            sizes = self._buckets.layout.buckets
+            self._launch(sorted(chosen, key=lambda bucket: (sizes[bucket].size > _SMALL_BUCKET, -bucket)))
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
+        size = max(1, -(-len(chosen) // self._most_batches))
+        for start in range(0, len(chosen), size):
+            yield chosen[start : start + size]
+
+    def _step(
+        self,
+        batch: Sequence[int],
+        used: Collection[int],
+        sums: Sums,
+        inners: InnerOptimizers,
+        partial_steps: PartialSteps,
+    ) -> None:
+        leaves = list[Leaf]()
+        try:
+            for bucket in batch:
+                part = sums.owned_part(bucket)
+                for leaf in self._used_leaves(self._buckets.bind(bucket), used, inners):
+                    leaf.tensor.grad = leaf.view(part).to(leaf.tensor.dtype)
+                    leaves.append(leaf)
+            with self._timer.phase("update", batch[0], batch[-1]):
+                partial_steps.step(leaves)
+        finally:
+            for leaf in leaves:
+                leaf.tensor.grad = None
+        for bucket in batch:
+            self._buckets.shards[bucket].publish()
+            self._buckets.shards[bucket].mark_changed()
+
+    def _used_leaves(self, shard: Shard, used: Collection[int], inners: InnerOptimizers) -> list[Leaf]:
+        """The leaves of a bucket that take part in this step.
+
+        Parameters in one leaf share its state. Where only some of them are used, the leaf is split for good.
+        """
+        chosen = list[Leaf]()
+        for leaf in list(shard.leaves):
+            in_use = [index in used for index in leaf.params]
+            parts = [leaf]
+            if any(in_use) and not all(in_use):
+                parts = shard.split_leaf(leaf)
+                inners.replace(leaf, parts)
+            chosen += [each for each in parts if each.params[0] in used]
+        return chosen
+
+    def _launch(self, batch: Iterable[int]) -> None:
+        """Launch gathers. The order must be the same on all ranks."""
+        for bucket in batch:
+            memory = self._buckets.shards[bucket].memory
+            with self._timer.phase("gather", bucket):
+                pending = self._buckets.exchange(bucket).gather(memory, self._buckets.layout.buckets[bucket])
+                self._gathers.add(bucket, pending)
