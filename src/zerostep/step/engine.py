@@ -71,7 +71,7 @@ class Engine:
         same = ranks.everyone is ranks.shards
         self.shared = self._exchange_for[first]
         self._control = self.shared if same else connect_exchange(ranks.everyone, first)
-        self._sum_replicas = ranks.replica_sum(first)
+        self._sum_replicas = ranks.replica_all_reduce(first)
         self.shards: dict[int, Shard] = {}
         self.pending_gathers = PendingGathers(timer)
         self._stand_ins: dict[int, ShardedGradient] = {}
