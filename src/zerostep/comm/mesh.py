@@ -51,6 +51,7 @@ class ReplicaAllReduce:
             return part
         replicas = self.transport.world_size
         self.bytes_moved += 2 * (replicas - 1) * part.nbytes // replicas
+        # With `staged`, `cpu()` blocks until the device has written `part`: Gloo knows of no streams.
         memory = part.cpu() if self.staged else part
         self.transport.start_all_reduce(memory).wait()
         return memory.to(part.device)
@@ -78,5 +79,6 @@ def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of all ranks of a mesh; `None` for the world. A collective if the mesh has no such group yet."""
     if mesh.size() == dist.get_world_size():
         return None
+    # `_flatten` may make a new group: all ranks of the mesh must call it in the same order as other collectives.
     group: dist.ProcessGroup = mesh._flatten().get_group()
     return group

@@ -17,7 +17,7 @@ from zerostep.comm.transport import Transport
 __all__ = ["broadcast_object", "copy_object", "gather_object", "receive_object", "send_object"]
 
 _HOST = torch.device("cpu")
-_MAX_TEXT_BYTES = 1 << 30
+_MAX_TEXT_BYTES = 1 << 30  # a damaged header must not make this rank allocate all its memory
 _HEADER = Struct("<qq")  # bytes of text, bytes of tensors
 
 
@@ -31,6 +31,7 @@ def send_object(transport: Transport, value: Any, to: int) -> None:
 
 def receive_object(transport: Transport, source: int) -> Any:
     """The value that rank `source` sends, in host memory."""
+    # In the order of `send_object`: header, text, tensors.
     size, nbytes = _HEADER.unpack(stream.receive_bytes(transport, _HEADER.size, source))
     return _receive(transport, source, size, nbytes)
 
