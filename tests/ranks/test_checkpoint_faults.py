@@ -459,7 +459,7 @@ def test_a_second_save_into_one_path_is_refused(pool: Pool, tmp_path: Path) -> N
 def _queued(group: ProcessGroup, kind: str, root: Path) -> None:
     """The first save is held back until the second waits for it; training goes on between them."""
     model, optimizer = make(group, kind)
-    gate, write, join = threading.Event(), tensor_file._write_all, PendingSave.join
+    gate, write, wait = threading.Event(), tensor_file._write_all, PendingSave.wait_until_done
 
     def late(file: Any, piece: memoryview) -> None:
         assert gate.wait(30)
@@ -467,10 +467,10 @@ def _queued(group: ProcessGroup, kind: str, root: Path) -> None:
 
     def opening(pending: PendingSave) -> None:
         gate.set()
-        join(pending)
+        wait(pending)
 
     advance(model, optimizer, 1)
-    with mock.patch.object(tensor_file, "_write_all", late), mock.patch.object(PendingSave, "join", opening):
+    with mock.patch.object(tensor_file, "_write_all", late), mock.patch.object(PendingSave, "wait_until_done", opening):
         first = zerostep.save(root / "first", optimizer, model, wait=False)
         assert first is not None
         advance(model, optimizer, 2)

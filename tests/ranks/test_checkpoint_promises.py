@@ -247,7 +247,7 @@ def _one_rank_asks(group: ProcessGroup, root: Path, then: str) -> None:
     with mock.patch.object(tensor_file, "_write_all", fail):
         pending = zerostep.save(root / "it", optimizer, model, wait=False)
         assert pending is not None
-        pending.join()
+        pending.wait_until_done()
     if dist.get_rank(group) == 0:
         with pytest.raises(CheckpointError, match="could not be written"):
             pending.wait()

@@ -19,8 +19,7 @@ from torch import Tensor
 from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.comm.transport import Transfer, Transport
-from zerostep.comm.transport.group import TAG_DATA
+from zerostep.comm.transport import TAG_DATA, Transfer, Transport
 from zerostep.optim.zero import _broadcast_object
 
 MIB = 1 << 20

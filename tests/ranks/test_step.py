@@ -21,7 +21,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 from tests.pool import OFFSET, Pool, Ranks
 from tests.reference import Batch, assert_same_bits, assert_same_state_dict, batches, build, train
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.comm.transport.group import TAG_DATA
+from zerostep.comm.transport import TAG_DATA
 
 MODES = pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
 SEVERAL = pytest.mark.parametrize("world", [2, 3, 4, OFFSET], ids=str)

@@ -16,6 +16,7 @@ from tests.pool import OFFSET, Pool, run_fresh
 from tests.reference import assert_same_bits
 from zerostep.comm import stream
 from zerostep.comm.transport import (
+    TAG_DATA,
     BucketMemory,
     CompanionTransport,
     GroupTransport,
@@ -24,7 +25,6 @@ from zerostep.comm.transport import (
     TransportError,
     connect,
 )
-from zerostep.comm.transport.group import TAG_DATA
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.partition import plan
@@ -91,7 +91,7 @@ def _gather(group: dist.ProcessGroup, case: str, as_views: bool, companion: bool
 
 def _statuses(transport: Transport, bucket_memories: Sequence[BucketMemory]) -> list[int]:
     """Without anything to gather nobody meets, and a rank knows only its own word."""
-    ranks = range(transport.world_size) if transport.meets_on_host(bucket_memories) else [transport.rank]
+    ranks = range(transport.world_size) if transport.exchanges_status(bucket_memories) else [transport.rank]
     return [5 + rank for rank in ranks]
 
 
@@ -366,7 +366,7 @@ def test_a_world_of_one_has_nobody_to_talk_to() -> None:
     null.broadcast(memory, 0)
     assert memory.tolist() == [0.0, 1.0, 2.0]
     assert (null.gather([], 7, 99), null.all_gather_ints([1, 2]), null.companion()) == ([7], [[1, 2]], null)
-    assert null.meets_on_host([]) is False
+    assert null.exchanges_status([]) is False
     with pytest.raises(TransportError, match="rank 3"):
         null.start_send(memory, 3)
     with pytest.raises(TransportError, match="rank 2"):

@@ -1,8 +1,7 @@
-"""Ranks compare what they are about to do before they do it.
+"""Ranks compare facts before they act, so that all go on or all raise.
 
-Every rank states what it holds as a list of records, each a title and a value. Equal digests cost one small
-collective. Otherwise all ranks learn the first record that differs, or the error that kept a rank from making its
-statement, and all raise.
+Every rank lists its facts, each a title and a value. If the digests of all lists are equal, that costs one small
+collective. Otherwise the ranks exchange the first fact that differs, or the error of a rank that failed, and all raise.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from zerostep.version import __version__
 
 __all__ = ["Agreement", "Fact", "agreed", "facts_of", "first_failure"]
 
-_MADE, _FAILED = 0, 1
-_TEXT_WORDS = 64
+_READY, _FAILED = 0, 1
+_TEXT_INTS = 64  # longer texts are cut: all ranks must gather equally many integers
 _REMEDY = "build the optimizer from the same parameters, in the same order and with the same options, on every rank"
+# A peer's error is raised as the same class if it is one of these, else as RuntimeError.
 _SAME_CLASS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, KeyError, CheckpointError)
+    error_class.__name__: error_class for error_class in (ValueError, TypeError, KeyError, CheckpointError)
 }
 
 
@@ -46,7 +46,7 @@ class Fact:
 
 @dataclass
 class Agreement:
-    """What a rank states; filled in while it is made."""
+    """The facts of this rank, filled in inside the block of `agreed`; `remedy` ends the error if they differ."""
 
     facts: list[Fact] = field(default_factory=list)
     remedy: str = _REMEDY
@@ -54,29 +54,35 @@ class Agreement:
 
 @contextmanager
 def agreed(transport: Transport) -> Iterator[Agreement]:
-    """Leave the block only if every rank came to its end with equal records; otherwise all ranks raise.
+    """Leave the block only if all ranks finish it with equal facts; otherwise all ranks raise. A collective.
 
-    A rank that fails inside the block raises its own error, the others raise one that quotes it.
+    A rank that fails inside the block raises its own error, the others raise one that quotes it. If the block
+    communicates, a rank that fails in it before it sends leaves the others waiting there.
     """
     agreement = Agreement()
     try:
         yield agreement
     except Exception as error:
-        _exchange(transport, [_FAILED, 0, 0, 0, 0])
-        _exchange(transport, _words(_describe_error(error)))
+        # The same two collectives as on the ranks that did not fail; the row is as long as theirs.
+        transport.all_gather_ints([_FAILED, 0, 0, 0, 0])
+        transport.all_gather_ints(_text_to_ints(_describe_error(error)))
         raise
-    rows = _exchange(transport, [_MADE, *_digest(agreement.facts)])
+    rows = transport.all_gather_ints([_READY, *_digest(agreement.facts)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
     if failed:
-        texts = _exchange(transport, _words(""))
-        raise _peer_error(failed[0], _text(texts[failed[0]]))
+        texts = transport.all_gather_ints(_text_to_ints(""))
+        raise _peer_error(failed[0], _ints_to_text(texts[failed[0]]))
     if any(row != rows[0] for row in rows):
         _raise_difference(transport, agreement.facts, agreement.remedy)
 
 
 def first_failure(transport: Transport, error: Exception | None) -> Exception:
-    """When some rank has failed, and all know it: this rank's own error, or one that quotes the first rank's."""
-    texts = [_text(row) for row in _exchange(transport, _words("" if error is None else _describe_error(error)))]
+    """The error to raise after some rank has failed: this rank's own, or one that quotes the first rank's.
+
+    A collective: all ranks must know that one has failed.
+    """
+    own = _text_to_ints("" if error is None else _describe_error(error))
+    texts = [_ints_to_text(row) for row in transport.all_gather_ints(own)]
     if error is not None:
         return error
     rank = next(rank for rank, text in enumerate(texts) if text)
@@ -86,9 +92,9 @@ def first_failure(transport: Transport, error: Exception | None) -> Exception:
 def facts_of(
     groups: Sequence[Group], specs: Sequence[ParamSpec], optimizer_class: Any, with_strides: bool
 ) -> list[Fact]:
-    """What all ranks must hold alike. Strides count where parameters are moved in memory order."""
+    """The facts that must be equal on all ranks; with strides if parameters are sent in memory order."""
     params = (param for group in groups for param in group["params"])
-    found = [
+    facts = [
         Fact(
             f"parameter {index} ({spec.name!r})",
             f"{spec.name!r}, shape {spec.shape}, {spec.dtype}, on {spec.device}, "
@@ -97,11 +103,12 @@ def facts_of(
         )
         for index, (spec, param) in enumerate(zip(specs, params, strict=True))
     ]
-    found.append(Fact(f"parameter {len(specs)}", "nothing"))  # stands against what a longer list has there
-    found += [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
-    found.append(Fact("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__)))
-    found.append(Fact("the version of zerostep", __version__))
-    return found
+    # If another rank has more parameters, its next one differs from this fact and not from an option.
+    facts.append(Fact(f"parameter {len(specs)}", "nothing"))
+    facts += [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
+    facts.append(Fact("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__)))
+    facts.append(Fact("the version of zerostep", __version__))
+    return facts
 
 
 def _describe(value: Any) -> str:
@@ -113,47 +120,48 @@ def _describe(value: Any) -> str:
         return f"tensor {value.tolist()}" if value.numel() <= 8 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, (bool, int, float, complex, str, type(None), torch.dtype, torch.device)):
         return repr(value)
-    # Any other object may print its address, which no two ranks share.
+    # The repr of any other object may contain its address, which differs between ranks.
     return f"a {type(value).__qualname__}"
 
 
 def _digest(facts: Sequence[Fact]) -> list[int]:
-    found = hashlib.sha256(json.dumps([[record.title, record.value] for record in facts]).encode()).digest()
-    return [int.from_bytes(found[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
+    return _bytes_to_ints(hashlib.sha256(_to_json(facts)).digest())
 
 
-def _exchange(transport: Transport, words: Sequence[int]) -> list[list[int]]:
-    return transport.all_gather_ints(words)
+def _to_json(facts: Sequence[Fact]) -> bytes:
+    return json.dumps([[fact.title, fact.value] for fact in facts]).encode()
 
 
 def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) -> None:
-    """All ranks compare with rank 0, tell where they first differ, and name the earliest place."""
+    """Raise an error that names the first fact in which any rank differs from rank 0; a collective."""
     first = _first_difference(facts, _facts_of_rank_0(transport, facts))
-    rows = _exchange(transport, [first])
-    place = min(row[0] for row in rows if row[0] >= 0)
-    mine = facts[place] if place < len(facts) else Fact("", "nothing")
-    titles = _exchange(transport, _words(mine.title))
-    values = [_text(words) for words in _exchange(transport, _words(mine.value))]
-    title = next(text for text in map(_text, titles) if text)
-    others = [rank for rank, row in enumerate(rows) if row[0] == place]
+    rows = transport.all_gather_ints([first])
+    index = min(row[0] for row in rows if row[0] >= 0)
+    mine = facts[index] if index < len(facts) else Fact("", "nothing")
+    titles = transport.all_gather_ints(_text_to_ints(mine.title))
+    values = [_ints_to_text(row) for row in transport.all_gather_ints(_text_to_ints(mine.value))]
+    title = next(text for text in map(_ints_to_text, titles) if text)
+    others = [rank for rank, row in enumerate(rows) if row[0] == index]
+    theirs = values[others[0]]
     raise ValueError(
-        f"the ranks disagree on {title}: rank 0 has {values[0]}, but {_several(others)} {values[others[0]]}; {remedy}"
+        f"the ranks disagree on {title}: rank 0 has {values[0]}, but {_ranks_have(others)} {theirs}; {remedy}"
     )
 
 
-def _several(ranks: Sequence[int]) -> str:
+def _ranks_have(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have other things, the first of them"
 
 
 def _facts_of_rank_0(transport: Transport, facts: Sequence[Fact]) -> list[Fact]:
-    text = json.dumps([[record.title, record.value] for record in facts]).encode()
-    size = _exchange(transport, [len(text)])[0][0]
-    found = broadcast_bytes(transport, text if transport.rank == 0 else bytes(size), source=0)
-    return [Fact(title, value) for title, value in json.loads(found)]
+    text = _to_json(facts)
+    size = transport.all_gather_ints([len(text)])[0][0]
+    received = broadcast_bytes(transport, text if transport.rank == 0 else bytes(size), source=0)
+    return [Fact(title, value) for title, value in json.loads(received)]
 
 
 def _first_difference(mine: Sequence[Fact], theirs: Sequence[Fact]) -> int:
+    """The index of the first fact that differs, or -1 if all are equal."""
     pairs = enumerate(zip_longest(mine, theirs))
     return next((index for index, (here, there) in pairs if here != there), -1)
 
@@ -163,16 +171,19 @@ def _describe_error(error: Exception) -> str:
 
 
 def _peer_error(rank: int, text: str) -> Exception:
-    kind, _, message = text.partition(": ")
-    return _SAME_CLASS.get(kind, RuntimeError)(f"rank {rank} failed, so no rank goes on: {kind}: {message}")
+    class_name = text.partition(": ")[0]
+    return _SAME_CLASS.get(class_name, RuntimeError)(f"rank {rank} failed, so no rank goes on: {text}")
 
 
-def _words(text: str) -> list[int]:
-    room = 8 * _TEXT_WORDS
-    coded = text.encode()[:room].ljust(room, b"\0")
-    return [int.from_bytes(coded[i : i + 8], "little", signed=True) for i in range(0, room, 8)]
+def _text_to_ints(text: str) -> list[int]:
+    size = 8 * _TEXT_INTS
+    return _bytes_to_ints(text.encode()[:size].ljust(size, b"\0"))
 
 
-def _text(words: Sequence[int]) -> str:
-    coded = b"".join(word.to_bytes(8, "little", signed=True) for word in words)
-    return coded.rstrip(b"\0").decode(errors="ignore")
+def _ints_to_text(values: Sequence[int]) -> str:
+    data = b"".join(value.to_bytes(8, "little", signed=True) for value in values)
+    return data.rstrip(b"\0").decode(errors="ignore")  # a cut text may end inside a character
+
+
+def _bytes_to_ints(data: bytes) -> list[int]:
+    return [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]

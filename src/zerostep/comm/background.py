@@ -1,4 +1,8 @@
-"""Saves that go on in the background: one at a time, and no failure is lost."""
+"""Saves in the background: one at a time, and a failure on any rank raises on all ranks.
+
+Each save runs on a thread of its own and communicates through a companion transport of its own. The main thread reads
+its outcome before each step, and waits for it before the next save.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 from zerostep.comm.transport import Transport, TransportError
 from zerostep.errors import CheckpointError
@@ -14,92 +19,108 @@ __all__ = ["BackgroundSaves", "PendingSave"]
 
 logger = logging.getLogger("zerostep")
 
-_UNDER_WAY, _DONE, _FAILED = 0, 1, 2
+_RUNNING, _SUCCEEDED, _FAILED = 0, 1, 2
 
 
 class PendingSave:
-    """A save, perhaps still under way."""
+    """A save in the background, which may still be under way."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self.error: BaseException | None = None
-        self.told = False  # whether this rank has heard of the failure
-        # Not a daemon: a process that comes to its end first finishes what it has begun to write.
+        self.reported = False  # whether `wait` has returned or raised on this rank
+        # Not a daemon thread: at exit the interpreter waits until the checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="zerostep-save")
         self._thread.start()
 
     def _run(self) -> None:
+        """Runs on the background thread."""
         assert self._work is not None
         try:
             self._work()
         except BaseException as error:
-            # Nobody may be left to ask; and frames would keep the copies alive that were to be written.
+            # Log now: the training loop may end without another step or save that would raise.
             logger.error("a checkpoint could not be written in the background: %s", error)
+            # The frames of the traceback would keep the copies alive that were to be written.
             traceback.clear_frames(error.__traceback__)
             self.error = error
+        # Frees the copies, which `work` holds, even if the caller keeps this object.
         self._work = None
 
     @property
     def done(self) -> bool:
-        """Whether this rank has come to an end, good or bad."""
+        """Whether this rank has finished, with or without an error."""
         return not self._thread.is_alive()
 
-    @property
-    def status(self) -> int:
-        """How it stands on this rank, as a number."""
-        return _UNDER_WAY if not self.done else _DONE if self.error is None else _FAILED
-
-    def join(self) -> None:
-        """Return when this rank has come to an end, good or bad."""
+    def wait_until_done(self) -> None:
+        """Return when this rank has finished, with or without an error."""
         self._thread.join()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete, or raise what went wrong; local."""
-        self.join()
-        self.told = True
+        self.wait_until_done()
+        self.reported = True
         if self.error is not None:
             raise CheckpointError(
                 f"a checkpoint could not be written in the background: {self.error}; the ones before it are intact"
             ) from self.error
 
 
+class _Transports(NamedTuple):
+    save: Transport  # for the background thread
+    status: Transport  # for the main thread, in no order with the other
+
+
 class BackgroundSaves:
-    """The saves of one optimizer. Two never run at a time, and a failure ends the next step or save of all ranks."""
+    """The background saves of one optimizer: one at a time; a failure raises in the next step or save of all ranks."""
 
     def __init__(self, everyone: Transport) -> None:
         self._everyone = everyone
-        self._transports: tuple[Transport, Transport] | None = None
+        self._transports: _Transports | None = None
         self._current: PendingSave | None = None
 
     def begin(self, work: Callable[[Transport], None]) -> PendingSave:
-        """Start a save in the background. All ranks call it; `work` gets a transport that nobody else uses."""
+        """Run `work` on a background thread, with a transport that nothing else uses; a collective, after `finish`."""
         if self._transports is None:
-            self._transports = self._everyone.companion(), self._everyone.companion()
-        transport = self._transports[0]
+            self._transports = _Transports(self._everyone.companion(), self._everyone.companion())
+        transport = self._transports.save
         self._current = PendingSave(lambda: work(transport))
         return self._current
 
     def raise_if_failed(self) -> None:
-        """Before each step, on all ranks: if a save is under way, ask how it stands, and raise if it failed."""
+        """Raise if the current save has failed on any rank; a collective before each step, while there is a save."""
         if self._current is None or self._transports is None:
             return
-        statuses = [row[0] for row in self._transports[1].all_gather_ints([self._current.status])]
+        # Ranks finish at different times. `_current` changes only by what all ranks have received, so that all of
+        # them make this collective, or none.
+        statuses = [row[0] for row in self._transports.status.all_gather_ints([_status(self._current)])]
         if _FAILED in statuses:
             self.finish()
-        elif _UNDER_WAY not in statuses:
+        elif _RUNNING not in statuses:
             self._current = None
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one; a failure that not all ranks have heard of, all raise."""
+        """Wait for the current save, if any, and raise if it failed; a collective.
+
+        A failure that `PendingSave.wait` has already raised on all ranks is not raised again.
+        """
         current, self._current = self._current, None
         if current is None or self._transports is None:
             return
-        current.join()
+        current.wait_until_done()
         lost = isinstance(current.error, TransportError)
-        rows = self._transports[1].all_gather_ints([current.error is not None, current.told, lost])
+        rows = self._transports.status.all_gather_ints([current.error is not None, current.reported, lost])
         if any(row[2] for row in rows):
-            self._transports = None  # its sockets are closed; the next save connects anew
+            # Gloo closes the sockets of a group after an error: all ranks connect again for the next save.
+            self._transports = None
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed and not all(row[1] for row in rows):
             current.wait()
             raise CheckpointError(f"a checkpoint could not be written in the background: rank {failed[0]} failed")
+
+
+def _status(save: PendingSave) -> int:
+    # `done` first: the thread sets `error` before it ends.
+    if not save.done:
+        return _RUNNING
+    return _SUCCEEDED if save.error is None else _FAILED

@@ -1,4 +1,4 @@
-"""Which ranks share the work: all of a group, or a mesh that shards inside and replicates across."""
+"""The ranks of an optimizer: a group that shards one copy of the state, or a mesh (replicate, shard) of more copies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ __all__ = ["Ranks", "ReplicaAllReduce", "resolve"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """`shards` divide one copy of the state, `replicas` hold the same part of their copies, `everyone` is both."""
+    """The transports of an optimizer.
+
+    `shards`: the ranks that divide one copy of the state. `replicas`: the ranks that hold the same part of other
+    copies. `everyone`: all ranks of all copies, which are those of `group`.
+    """
 
     everyone: Transport
     shards: Transport
     replicas: Transport
     group: dist.ProcessGroup | None
 
-    def replica_sum(self, device: torch.device) -> ReplicaAllReduce:
-        """How this rank's part of a sum becomes the sum over all replicas; a collective."""
+    def replica_all_reduce(self, device: torch.device) -> ReplicaAllReduce:
+        """The all-reduce over the replicas for memory on `device`; a collective, as it may connect a companion."""
         if isinstance(self.replicas, NullTransport) or self.replicas.stream_ordered(device):
             return ReplicaAllReduce(self.replicas, staged=False)
         return ReplicaAllReduce(self.replicas.companion(), staged=True)
@@ -32,18 +36,22 @@ class Ranks:
 
 @dataclass
 class ReplicaAllReduce:
-    """The sum over all replicas. `bytes_moved` counts what a ring would send, and receive."""
+    """Sums a tensor over all replicas. `bytes_moved` counts what a ring all-reduce would send, and receive.
+
+    `staged`: accelerator memory is copied through the host.
+    """
 
     transport: Transport
     staged: bool
     bytes_moved: int = 0
 
     def __call__(self, part: Tensor) -> Tensor:
-        """Sum this rank's part with those of the other copies."""
+        """The sum of `part` over all replicas; in place, unless it is staged from an accelerator."""
         if isinstance(self.transport, NullTransport) or not part.numel():
             return part
-        copies = self.transport.world_size
-        self.bytes_moved += 2 * (copies - 1) * part.nbytes // copies
+        replicas = self.transport.world_size
+        self.bytes_moved += 2 * (replicas - 1) * part.nbytes // replicas
+        # With `staged`, `cpu()` blocks until the device has written `part`: Gloo knows of no streams.
         memory = part.cpu() if self.staged else part
         self.transport.start_all_reduce(memory).wait()
         return memory.to(part.device)
@@ -61,15 +69,16 @@ def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device |
             f"a mesh for sharding has one dimension, or two (replicate, shard); this one has {given.ndim}: pass the "
             "submesh of the data-parallel dimensions"
         )
-    whole = _whole(given)
+    group = _whole_group(given)
     return Ranks(
-        connect(whole, device), connect(given.get_group(1), device), connect(given.get_group(0), device), whole
+        connect(group, device), connect(given.get_group(1), device), connect(given.get_group(0), device), group
     )
 
 
-def _whole(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """A group of all ranks of a mesh."""
+def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of all ranks of a mesh; `None` for the world. A collective if the mesh has no such group yet."""
     if mesh.size() == dist.get_world_size():
         return None
-    found: dist.ProcessGroup = mesh._flatten().get_group()
-    return found
+    # `_flatten` may make a new group: all ranks of the mesh must call it in the same order as other collectives.
+    group: dist.ProcessGroup = mesh._flatten().get_group()
+    return group

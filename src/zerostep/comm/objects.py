@@ -1,4 +1,4 @@
-"""Nested values from one rank to another, or to all: text and tensors, never a pickle."""
+"""Send nested values from one rank to another, or to all, as text and tensors, never as a pickle."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from zerostep.comm.transport import Transport
 __all__ = ["broadcast_object", "copy_object", "gather_object", "receive_object", "send_object"]
 
 _HOST = torch.device("cpu")
-_MOST_TEXT = 1 << 30
-_HEADER = Struct("<qq")
+_MAX_TEXT_BYTES = 1 << 30  # a damaged header must not make this rank allocate all its memory
+_HEADER = Struct("<qq")  # bytes of text, bytes of tensors
 
 
 def send_object(transport: Transport, value: Any, to: int) -> None:
@@ -31,45 +31,46 @@ def send_object(transport: Transport, value: Any, to: int) -> None:
 
 def receive_object(transport: Transport, source: int) -> Any:
     """The value that rank `source` sends, in host memory."""
+    # In the order of `send_object`: header, text, tensors.
     size, nbytes = _HEADER.unpack(stream.receive_bytes(transport, _HEADER.size, source))
     return _receive(transport, source, size, nbytes)
 
 
 def gather_object(transport: Transport, make: Callable[[], Any], to: int) -> list[Any]:
-    """What `make` returns on every rank, by rank, as copies in host memory on rank `to`; an empty list elsewhere.
+    """On rank `to`: what `make` returned on every rank, by rank, as copies in host memory. Elsewhere an empty list.
 
-    All ranks call it, and fail together if `make` fails on one. Only the sender and the recipient see a value.
+    A collective: if `make` fails on one rank, all ranks raise. A value is sent to rank `to` alone.
     """
     packed = _pack_together(transport, make, f"rank {to}")
     rows = transport.all_gather_ints([len(packed.text), packed.nbytes])
-    found = []
+    values = []
     for source in range(transport.world_size):
         if transport.rank == to:
-            found.append(_copied(packed) if source == to else _receive(transport, source, *rows[source]))
+            values.append(_copy_to_host(packed) if source == to else _receive(transport, source, *rows[source]))
         elif transport.rank == source:
             stream.send_bytes(transport, packed.text, to)
             stream.send(transport, packed.tensors, to)
-    return found
+    return values
 
 
 def copy_object(value: Any) -> Any:
-    """A value with nothing shared, its tensors in host memory; the same values can be copied that can travel."""
-    return _copied(pack(value))
+    """A deep copy with its tensors in host memory; `TypeError` for what could not be sent either."""
+    return _copy_to_host(pack(value))
 
 
 def broadcast_object(transport: Transport, value: Any, source: int, device: torch.device) -> Any:
-    """The value of rank `source`: itself there, a copy with its tensors on `device` elsewhere. All ranks call it."""
+    """The value of rank `source`: itself on that rank, a copy with its tensors on `device` elsewhere; a collective."""
     here = transport.rank == source
     packed = _pack_together(transport, lambda: value if here else None, f"everyone from rank {source}")
     size, nbytes = transport.all_gather_ints([len(packed.text), packed.nbytes])[source]
-    text = stream.broadcast_bytes(transport, packed.text if here else bytes(_checked(size, source)), source)
-    tensors = packed.tensors if here else [spec.empty(device) for spec in _specs(text, nbytes, source)]
+    text = stream.broadcast_bytes(transport, packed.text if here else bytes(_checked_size(size, source)), source)
+    tensors = packed.tensors if here else [spec.empty(device) for spec in _checked_specs(text, nbytes, source)]
     stream.broadcast(transport, tensors, source)
     return value if here else unpack(text, tensors)
 
 
 def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -> Packed:
-    """A value that cannot travel is an error on every rank, before anything was sent."""
+    """Encode a value; if that fails on one rank, all ranks raise before any data is sent."""
     with agreed(transport) as agreement:
         packed = pack(make())
         agreement.facts = [Fact("where the values go", target)]
@@ -77,27 +78,27 @@ def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -
 
 
 def _receive(transport: Transport, source: int, size: int, nbytes: int) -> Any:
-    text = stream.receive_bytes(transport, _checked(size, source), source)
-    tensors = [spec.empty(_HOST) for spec in _specs(text, nbytes, source)]
+    text = stream.receive_bytes(transport, _checked_size(size, source), source)
+    tensors = [spec.empty(_HOST) for spec in _checked_specs(text, nbytes, source)]
     stream.receive(transport, tensors, source)
     return unpack(text, tensors)
 
 
-def _specs(text: bytes, nbytes: int, source: int) -> tuple[TensorSpec, ...]:
-    """Nothing is allocated before what a rank announces fits together."""
-    found = specs(text)
-    total = sum(spec.nbytes for spec in found)
+def _checked_specs(text: bytes, nbytes: int, source: int) -> tuple[TensorSpec, ...]:
+    """The tensors to receive; `ValueError` before anything is allocated if they do not have the announced size."""
+    tensor_specs = specs(text)
+    total = sum(spec.nbytes for spec in tensor_specs)
     if total != nbytes:
         raise ValueError(f"rank {source} announced {nbytes} bytes of tensors, but describes {total}")
-    return found
+    return tensor_specs
 
 
-def _checked(size: int, source: int) -> int:
-    if not 0 <= size <= _MOST_TEXT:
-        raise ValueError(f"rank {source} announced {size} bytes of text; at most {_MOST_TEXT} are accepted")
+def _checked_size(size: int, source: int) -> int:
+    if not 0 <= size <= _MAX_TEXT_BYTES:
+        raise ValueError(f"rank {source} announced {size} bytes of text; at most {_MAX_TEXT_BYTES} are accepted")
     return size
 
 
-def _copied(packed: Packed) -> Any:
+def _copy_to_host(packed: Packed) -> Any:
     tensors: list[Tensor] = [tensor.to(_HOST, copy=True) for tensor in packed.tensors]
     return unpack(packed.text, tensors)

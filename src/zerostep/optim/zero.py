@@ -246,7 +246,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         except Exception as error:
             # A closure may fail on one rank alone, while the others wait inside theirs: nobody would come to meet.
             in_closure = _came_through(closure, error)
-            if not in_closure and self._active_transport.meets_on_host(self._bucket_memories):
+            if not in_closure and self._active_transport.exchanges_status(self._bucket_memories):
                 logger.error("the local update failed on rank %d: %s", self.rank, error)
                 self._gather(_FAILED)
             if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:

@@ -63,7 +63,7 @@ class Engine:
         first = self.buckets.params[layout.buckets[0].slots[0].param].device
         same = ranks.everyone is ranks.shards
         self._control: Exchange = self.buckets.exchanges[0] if same else connect_exchange(ranks.everyone, first)
-        self._sum_replicas = ranks.replica_sum(first)
+        self._sum_replicas = ranks.replica_all_reduce(first)
         begin = WeakMethod(self._begin_pass)  # no cycle: hooks must see this engine go when its optimizer goes
         self.reduction = Reduction(self._plan(), self._sum_replicas, timer, lambda: _call(begin))
         self.gathers = PendingGathers(timer)

@@ -1,16 +1,16 @@
-"""The one door to the network: every collective, and every difference between backends and torch versions.
+"""The only package that calls the network: every collective, and every difference between backends and torch versions.
 
-Two facts about a backend are needed, and both are asked for, not derived from its name: which devices the process
-group serves, and whether the memory to move is host memory.
+Read protocol.py first. group.py works on the user's process group, companion.py on a Gloo group of its own, null.py
+in a world of one; base.py is what the first two share. It imports no other package but errors.
 
-* Host memory moves point to point. Receives are posted before sends and partners are taken in shifted pairs: two
-  opposite broadcasts in one group run one after the other, two opposite messages run at the same time.
-* Accelerator memory moves by broadcasts from each owner: the one collective that every backend offers for parts of
-  uneven length, in stream order, without a word between the hosts.
+* Host memory is sent point to point. Receives are posted before sends, and in each round every rank sends to one rank
+  and receives from another: opposite messages run at the same time, opposite broadcasts of one group do not.
+* Accelerator memory is sent by broadcasts from each owner: the one collective that every backend offers for parts of
+  uneven length in stream order, without blocking the host.
 
-Everything travels as bytes, so that no dtype is refused. Ranks are always ranks of the group, never of the world.
+All data is sent as bytes, so that every dtype works. Ranks are always ranks of the group, never of the world.
 
-Order is the contract: all ranks make the same calls in the same order, from one thread per transport.
+All ranks must make the same calls in the same order, from one thread per transport.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch.distributed as dist
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
-from zerostep.comm.transport.protocol import BucketMemory, EvenParts, Message, Transport
+from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, EvenParts, Message, Transport
 from zerostep.comm.transport.transfer import Transfer
 from zerostep.errors import TransportError
 
 __all__ = [
+    "TAG_DATA",
     "BucketMemory",
     "CompanionTransport",
     "EvenParts",
@@ -45,8 +46,8 @@ def connect(group: dist.ProcessGroup | None, device: torch.device | None = None)
         raise RuntimeError(
             "no process group exists yet: call torch.distributed.init_process_group() before building the optimizer"
         )
-    found = group if group is not None else dist.group.WORLD
-    assert found is not None
-    if dist.get_rank(found) < 0:
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group that it passed")
-    return NullTransport() if dist.get_world_size(found) == 1 else GroupTransport(found, device)
+    return NullTransport() if dist.get_world_size(group) == 1 else GroupTransport(group, device)

@@ -1,4 +1,7 @@
-"""A second transport over the same ranks, with a Gloo group of its own, whose calls need no order with the first's."""
+"""A second transport over the same ranks, with a Gloo group of its own.
+
+Its calls need no order with those of the first transport, so it can be used from another thread or at other times.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from zerostep.comm.transport.group import GroupTransport, as_bytes, as_real
+from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import Transfer, start, wait_all
 from zerostep.errors import TransportError
@@ -24,39 +27,41 @@ from zerostep.errors import TransportError
 __all__ = ["CompanionTransport"]
 
 
-class CompanionTransport(GroupTransport):
-    """A transport over a Gloo group that torch has no name for. Accelerator memory is staged through the host."""
+class CompanionTransport(BaseTransport):
+    """A transport over a Gloo group that torch does not know. Accelerator memory is copied through the host."""
 
     wire_device = torch.device("cpu")
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         self._gloo: Any = gloo
-        self._transfers: set[Transfer] = set()
+        self._unfinished: set[Transfer] = set()
         _companions.add(self)
-        # Whoever goes first must not leave the others with messages that nobody takes: their sockets would fail.
-        finalize(self, wait_all, self._transfers).atexit = False
+        # Dropping the group closes its sockets, and a peer that is still receiving would fail: finish sending first.
+        # At exit `_close_companions` does the same.
+        finalize(self, wait_all, self._unfinished).atexit = False
         self.rank = gloo.rank()
         self.world_size = gloo.size()
 
     @classmethod
-    def over(cls, unpack: Any, rank: int, world_size: int, timeout: timedelta | None) -> CompanionTransport:
-        """Connect the ranks that meet at `store`; a collective."""
-        with _patient_threads():
-            gloo = dist.ProcessGroupGloo(unpack, rank, world_size, timeout or distributed_c10d.default_pg_timeout)
+    def connect(cls, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> CompanionTransport:
+        """Connect the ranks that use `store`; a collective."""
+        with _batch_scheduling():
+            gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout or distributed_c10d.default_pg_timeout)
         companion = cls(gloo)
-        companion.all_gather_ints([0])  # nobody may drop it while others are still connecting
+        # No rank may drop the group while others are still connecting to it.
+        companion.all_gather_ints([0])
         return companion
 
     def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
-        """Bring every owner's part to every rank, through host memory."""
-        return super().gather([_Staged(bucket_memory) for bucket_memory in bucket_memories], status, fingerprint)
+        """Send every owner's part to every rank, through host memory."""
+        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], status, fingerprint)
 
     def stream_ordered(self, device: torch.device) -> bool:
-        """Never."""
+        """Never: waiting for Gloo blocks the host."""
         return False
 
-    def meets_on_host(self, bucket_memories: Sequence[BucketMemory]) -> bool:
-        """Always, if there is anything to gather."""
+    def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
+        """True if there is anything to gather: all of it goes through host memory."""
         return bool(bucket_memories)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -66,83 +71,98 @@ class CompanionTransport(GroupTransport):
         start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
 
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
-        data, description = as_bytes(memory), f"sending to rank {to}"
-        return start(lambda: self._gloo.send([data], to, tag), memory, description, self._transfers)
+    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
+        """Not available: nothing here runs in stream order."""
+        raise NotImplementedError
 
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
-        data, description = as_bytes(memory), f"receiving from rank {source}"
-        return start(lambda: self._gloo.recv([data], source, tag), memory, description, self._transfers)
+    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
+        """Not available: nothing here runs in stream order."""
+        raise NotImplementedError
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""
         description = f"the all-reduce of {self.world_size} ranks"
         return start(lambda: self._gloo.allreduce([as_real(memory)]), memory, description)
 
+    def companion(self) -> Transport:
+        """Raise: a companion has none of its own."""
+        raise TransportError("a companion transport has no companion of its own")
+
+    def close(self) -> None:
+        """Wait for messages under way, then end the group and its threads."""
+        wait_all(self._unfinished)
+        self._gloo = None
+
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
+        data, description = as_bytes(memory), f"sending to rank {to}"
+        return start(lambda: self._gloo.send([data], to, tag), memory, description, self._unfinished)
+
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
+        data, description = as_bytes(memory), f"receiving from rank {source}"
+        return start(lambda: self._gloo.recv([data], source, tag), memory, description, self._unfinished)
+
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         data = as_bytes(memory)
         return start(lambda: self._gloo.broadcast(data, source), memory, f"the broadcast of rank {source}")
-
-    def companion(self) -> Transport:
-        """A companion needs no companion."""
-        raise TransportError("a companion transport has no companion of its own")
 
 
 _companions: WeakSet[CompanionTransport] = WeakSet()
 
 
 @atexit.register
-def _end_companions() -> None:
-    """torch ends the groups that it has names for. The threads of ours must not outlive the interpreter."""
+def _close_companions() -> None:
+    """Close all companions: torch ends only registered groups, and Gloo's threads must not outlive the interpreter."""
+    # Python joins non-daemon threads before this runs: no save in the background uses a companion any more.
     for companion in list(_companions):
-        wait_all(companion._transfers)
-        companion._gloo = None
+        companion.close()
 
 
 @contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Threads that are started inside let others finish their turn, on Linux.
+def _batch_scheduling() -> Iterator[None]:
+    """Give the threads that are started inside the SCHED_BATCH policy, on Linux.
 
-    A thread that is woken for every packet and takes a busy core each time costs those who compute there a tenth of
-    their time; it loses nothing by finding more packets when its turn comes.
+    Gloo's threads wake up for every packet. Under the default policy each wake-up interrupts a computing thread on a
+    busy core, which costs about a tenth of its time; later wake-ups find more packets at once and lose nothing.
     """
-    before = _threads()
+    before = _thread_ids()
     yield
-    for thread in _threads() - before:
+    # A thread that someone else starts in the meantime is caught too: it only yields its turn more readily.
+    for thread in _thread_ids() - before:
         with suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _threads() -> set[int]:
+def _thread_ids() -> set[int]:
     try:
         return {int(name) for name in os.listdir("/proc/self/task")}
     except OSError:
         return set()
 
 
-class _Staged:
-    """A parcel as host memory."""
+class _HostBucket:
+    """A bucket whose messages are in host memory, wherever its parameters are."""
 
     device = torch.device("cpu")
 
     def __init__(self, bucket_memory: BucketMemory) -> None:
-        self._flat_bucket = bucket_memory
+        self._bucket_memory = bucket_memory
 
     def attach(self) -> None:
-        self._flat_bucket.attach()
+        self._bucket_memory.attach()
 
     def messages(self, owner: int) -> Sequence[Message]:
-        messages = self._flat_bucket.messages(owner)
-        return (
-            messages if self._flat_bucket.device == self.device else [_StagedMessage(message) for message in messages]
-        )
+        messages = self._bucket_memory.messages(owner)
+        if self._bucket_memory.device == self.device:
+            return messages
+        return [_HostMessage(message) for message in messages]
 
 
 @dataclass(frozen=True)
-class _StagedMessage:
+class _HostMessage:
     message: Message
 
     def pack(self) -> Tensor:
+        # Blocks until the device has written the elements: Gloo reads host memory without knowing of streams.
         return self.message.pack().cpu()
 
     def buffer(self) -> Tensor:

@@ -15,22 +15,22 @@ __all__ = ["NullTransport"]
 
 
 class NullTransport:
-    """A world of one: there is nobody to talk to."""
+    """A world of one: collectives return at once, and messages to other ranks raise."""
 
     rank = 0
     world_size = 1
     wire_device = torch.device("cpu")
 
     def stream_ordered(self, device: torch.device) -> bool:
-        """There is no transfer to wait for."""
+        """True on accelerators: there is no transfer that could block the host."""
         return device.type != "cpu"
 
     def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
-        """Nothing to bring."""
+        """Nothing to gather: return this rank's status."""
         return [status]
 
-    def meets_on_host(self, bucket_memories: Sequence[BucketMemory]) -> bool:
-        """Nobody to meet."""
+    def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
+        """False: there is no other rank."""
         return False
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -38,29 +38,29 @@ class NullTransport:
         return [list(values)]
 
     def broadcast(self, memory: Tensor, source: int) -> None:
-        """`memory` is already everywhere."""
+        """Nothing to do: the only rank has `memory`."""
 
     def start_send(self, memory: Tensor, to: int, tag: int = 0) -> Transfer:
-        """There is no other rank."""
+        """Raise: there is no other rank."""
         raise TransportError(f"cannot send to rank {to}: this is a world of one")
 
     def start_receive(self, memory: Tensor, source: int, tag: int = 0) -> Transfer:
-        """There is no other rank."""
+        """Raise: there is no other rank."""
         raise TransportError(f"cannot receive from rank {source}: this is a world of one")
 
     def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """The sum over one rank."""
+        """Copy the only part to `output`."""
         output.copy_(parts[0])
         return Transfer(CompletedWork(), output, "")
 
     def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Every part is here."""
+        """Nothing to do: the only rank has every part."""
         return Transfer(CompletedWork(), memory, "")
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
-        """The sum over one rank."""
+        """Nothing to do: the sum over one rank is `memory`."""
         return Transfer(CompletedWork(), memory, "")
 
     def companion(self) -> Transport:
-        """Itself: no order to keep."""
+        """This transport itself: its calls need no order."""
         return self

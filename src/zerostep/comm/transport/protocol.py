@@ -1,4 +1,4 @@
-"""What a transport does, and what it needs to know of a bucket."""
+"""The interface of a transport, and of the bucket memory that it gathers."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ from torch import Tensor
 
 from zerostep.comm.transport.transfer import Transfer
 
-__all__ = ["BucketMemory", "EvenParts", "Message", "Transport"]
+__all__ = ["TAG_DATA", "BucketMemory", "EvenParts", "Message", "Transport"]
+
+TAG_DATA = 0x7A65
 
 
 class Message(Protocol):
-    """A stretch of one owner's part of a bucket that travels as one message."""
+    """A range of one owner's part of a bucket that is sent as one message."""
 
     def pack(self) -> Tensor:
         """The elements as one-dimensional contiguous memory, to be sent."""
 
     def buffer(self) -> Tensor:
-        """Memory of the same kind to receive them into."""
+        """Memory of the same size, dtype and device to receive the elements into."""
 
     def unpack(self, memory: Tensor) -> None:
-        """Take over received memory."""
+        """Copy received elements from `memory` into the parameters, unless they are there already."""
 
 
 class BucketMemory(Protocol):
-    """What a transport needs of one bucket: every owner's part, in pieces that all ranks cut alike."""
+    """One bucket as messages: every owner's part, cut into messages in the same way on all ranks."""
 
     @property
     def device(self) -> torch.device:
-        """Where the bucket lies."""
+        """The device of the parameters."""
 
     def attach(self) -> None:
-        """Follow parameters whose `.data` was bound to other memory; before each gather."""
+        """Find the memory of parameters whose `.data` was replaced; called before each gather."""
 
     def messages(self, owner: int) -> Sequence[Message]:
-        """The part of `owner`; empty if it owns nothing here."""
+        """The messages of `owner`'s part; empty if it owns nothing in this bucket."""
 
 
 class Transport(Protocol):
-    """How one rank talks to the others of its group."""
+    """Communication between one rank and the others of its group.
+
+    All ranks make the same calls in the same order, and each rank from one thread at a time.
+    """
 
     @property
     def rank(self) -> int:
@@ -53,20 +58,21 @@ class Transport(Protocol):
 
     @property
     def wire_device(self) -> torch.device:
-        """Where tensors must lie to be sent: the host if the group serves it."""
+        """The device on which tensors must be to be sent: the host if the group serves it."""
 
     def stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a transfer of `device` memory only orders streams and never blocks the host."""
 
     def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
-        """Bring every owner's part to every rank.
+        """Send every owner's part to every rank.
 
-        Where hosts wait for each other anyway, a word goes first: the returned status of every rank, and a fingerprint
-        of what is about to be sent, which must be the same on all. Elsewhere only this rank's own status is returned.
+        If `exchanges_status`, the ranks first exchange `status` and `fingerprint`, a hash of what they are about to
+        send: the statuses of all ranks are returned, and a fingerprint that differs raises before any data is sent.
+        Otherwise only this rank's own status is returned.
         """
 
-    def meets_on_host(self, bucket_memories: Sequence[BucketMemory]) -> bool:
-        """Whether a word goes before these parcels."""
+    def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
+        """Whether `gather` of these buckets exchanges statuses: only where hosts wait for each other anyway."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank; all ranks give equally many."""
@@ -74,17 +80,17 @@ class Transport(Protocol):
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
 
-    def start_send(self, memory: Tensor, to: int, tag: int = ...) -> Transfer:
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending contiguous `memory`, on the wire device, to one rank; messages of one tag keep their order."""
 
-    def start_receive(self, memory: Tensor, source: int, tag: int = ...) -> Transfer:
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""
 
     def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
         """Start summing every rank's `parts`, views of `memory`, each to its rank's `output`; in stream order."""
 
     def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Start bringing every rank's own one of `parts`, views of `memory`, to all ranks; in stream order."""
+        """Start sending every rank's own one of `parts`, views of `memory`, to all ranks; in stream order."""
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory` over all ranks, in place."""
@@ -94,7 +100,7 @@ class Transport(Protocol):
 
 
 class EvenParts(Sequence[Tensor]):
-    """Memory in equally long parts, of which each is made only if it is asked for: there may be thousands."""
+    """Memory as equally long parts. Each view is made when it is read: there may be thousands."""
 
     def __init__(self, memory: Tensor, length: int) -> None:
         self._memory, self._length = memory, length

@@ -1,11 +1,11 @@
-"""Transfers under way, and what is said when one fails."""
+"""Transfers under way: starting one, waiting for it, and errors that name the other rank."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,42 +16,50 @@ from zerostep.errors import TransportError
 
 __all__ = ["CompletedWork", "FirstError", "Transfer", "start", "wait_all"]
 
-_PARTING_SECONDS = 10
+# How long a transport that is dropped waits for its messages under way.
+_CLOSING_SECONDS = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A transfer under way. It keeps the memory alive that the backend still reads or writes.
+    """A transfer under way. It keeps alive the memory that the backend still reads or writes.
 
-    `others` are all that nobody has waited for yet, this one included.
+    `unfinished` is the set, kept by a transport, of the transfers for which `wait` has not been called yet. It holds
+    this one too, so that dropping a transfer without waiting does not free its memory.
     """
 
     work: Any
     memory: Tensor
     description: str
-    others: set[Transfer] = field(default_factory=set)
+    unfinished: set[Transfer] | None = None
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
-        self.others.discard(self)
+        # Before the wait, which may raise: a failed transfer has nothing left to wait for.
+        if self.unfinished is not None:
+            self.unfinished.discard(self)
         with _describing_errors(self.description):
             self.work.wait()
         return self.memory
 
 
-def start(call: Callable[[], Any], memory: Tensor, description: str, others: set[Transfer] | None = None) -> Transfer:
-    """Start a transfer. A peer that is gone already is noticed here, one that goes later in `Flight.wait`."""
+def start(
+    call: Callable[[], Any], memory: Tensor, description: str, unfinished: set[Transfer] | None = None
+) -> Transfer:
+    """Start a transfer. A peer that is lost by now raises here, one that is lost later in `Transfer.wait`."""
     with _describing_errors(description), _unrecorded(memory):
-        if others is None:
-            return Transfer(call(), memory, description)
-        found = Transfer(call(), memory, description, others)
-        others.add(found)
-        return found
+        transfer = Transfer(call(), memory, description, unfinished)
+    if unfinished is not None:
+        unfinished.add(transfer)
+    return transfer
 
 
 @contextmanager
 def _unrecorded(memory: Tensor) -> Iterator[None]:
-    """Hide a host's transfer from profilers: one that ends after its profiler has stopped writes into freed memory."""
+    """Hide transfers of host memory from profilers.
+
+    The backend's thread ends such a record. If the profiler has stopped by then, that would write into freed memory.
+    """
     if memory.device.type != "cpu" or not torch._C._autograd._profiler_enabled():
         yield
         return
@@ -63,8 +71,11 @@ def _unrecorded(memory: Tensor) -> Iterator[None]:
 
 
 def wait_all(transfers: set[Transfer]) -> None:
-    """Wait for all that is under way, but not for long: the others may be gone, or have failed before they sent."""
-    end = time.monotonic() + _PARTING_SECONDS
+    """Wait for all transfers under way, for some seconds together, and ignore errors.
+
+    Without the limit a peer that is lost, or that failed before it sent, would block this process for ever.
+    """
+    end = time.monotonic() + _CLOSING_SECONDS
     while transfers:
         left = max(end - time.monotonic(), 0.001)
         with suppress(RuntimeError):
@@ -73,7 +84,7 @@ def wait_all(transfers: set[Transfer]) -> None:
 
 @contextmanager
 def _describing_errors(description: str) -> Iterator[None]:
-    """A backend's own errors name a socket; ours name the rank."""
+    """Raise a backend's errors as `TransportError` with `description`, which names the rank: theirs name a socket."""
     try:
         yield
     except RuntimeError as error:
@@ -81,7 +92,7 @@ def _describing_errors(description: str) -> Iterator[None]:
 
 
 class FirstError:
-    """The first transfer that failed; those after it go on."""
+    """Collects the `TransportError`s of its `with` blocks and keeps the first, so that later transfers still run."""
 
     def __init__(self) -> None:
         self._first: TransportError | None = None
@@ -96,13 +107,13 @@ class FirstError:
         return True
 
     def raise_if_any(self) -> None:
-        """Raise it, if there was one."""
+        """Raise the first error, if there was one."""
         if self._first is not None:
             raise self._first
 
 
 class CompletedWork:
-    """Nothing is under way."""
+    """The work handle of a transfer that needs no network."""
 
     def wait(self) -> None:
         """Return at once."""

@@ -1,0 +1,163 @@
+"""What the group transport and the companion transport share: the gather of buckets, and messages between two ranks.
+
+A subclass adds the three transfers that the gather is made of: a send, a receive and a broadcast.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message
+from zerostep.comm.transport.transfer import FirstError, Transfer
+from zerostep.errors import TransportError
+
+__all__ = ["BaseTransport", "as_bytes", "as_real"]
+
+# A tag of its own: a status must never match a receive that waits for data.
+_TAG_STATUS = 0x7A66
+# Many messages keep a socket busy. On an accelerator stream order does that, and scratch memory is scarce.
+_MESSAGES_IN_FLIGHT = 8
+_BROADCASTS_IN_FLIGHT = 2
+
+
+class BaseTransport(ABC):
+    """A transport that gathers host memory by messages and accelerator memory by broadcasts."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer: ...
+
+    @abstractmethod
+    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer: ...
+
+    @abstractmethod
+    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer: ...
+
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
+        """Start sending `memory` to one rank."""
+        return self._start_send(memory, to, tag)
+
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
+        """Start receiving into `memory` from one rank."""
+        return self._start_receive(memory, source, tag)
+
+    def broadcast(self, memory: Tensor, source: int) -> None:
+        """Overwrite `memory` with that of rank `source`."""
+        self._start_broadcast(memory, source).wait()
+
+    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
+        """Send every owner's part to every rank, bucket by bucket in the given order, and return the statuses.
+
+        If a peer is lost on the way, the messages of all other ranks are still exchanged before this raises.
+        """
+        errors = FirstError()
+        # The fingerprints come before any data: a rank with another layout would make the message sizes differ.
+        statuses = (
+            self._exchange_status(status, fingerprint, errors) if self.exchanges_status(bucket_memories) else [status]
+        )
+        for bucket_memory in bucket_memories:
+            bucket_memory.attach()
+            if bucket_memory.device.type == "cpu":
+                self._exchange_messages(bucket_memory, errors)
+            else:
+                self._broadcast_messages(bucket_memory)
+        errors.raise_if_any()
+        return statuses
+
+    def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
+        """True if some bucket is in host memory: then every rank waits for every other anyway."""
+        return any(bucket_memory.device.type == "cpu" for bucket_memory in bucket_memories)
+
+    def _exchange_messages(self, bucket_memory: BucketMemory, errors: FirstError) -> None:
+        outgoing = [message.pack() for message in bucket_memory.messages(self.rank)]
+        in_flight = deque[tuple[Message | None, Transfer | None, Transfer | None]]()
+        for shift in range(1, self.world_size):
+            to, source = (self.rank + shift) % self.world_size, (self.rank - shift) % self.world_size
+            for message, memory in zip_longest(bucket_memory.messages(source), outgoing):
+                # Post the receive before the send: a send without a posted receive blocks the opposite direction.
+                receive = send = None
+                # After an error go on with the other ranks: they wait for this rank's messages.
+                with errors:
+                    receive = self.start_receive(message.buffer(), source) if message is not None else None
+                with errors:
+                    send = self.start_send(memory, to) if memory is not None else None
+                in_flight.append((message, receive, send))
+                if len(in_flight) == _MESSAGES_IN_FLIGHT:
+                    _finish_messages(*in_flight.popleft(), errors)
+        while in_flight:
+            _finish_messages(*in_flight.popleft(), errors)
+
+    def _broadcast_messages(self, bucket_memory: BucketMemory) -> None:
+        in_flight = deque[tuple[Message | None, Transfer]]()
+        # All ranks take the owners in the same order: broadcasts of one group are matched by their order alone.
+        for owner in range(self.world_size):
+            mine = owner == self.rank
+            for message in bucket_memory.messages(owner):
+                transfer = self._start_broadcast(message.pack() if mine else message.buffer(), owner)
+                in_flight.append((None if mine else message, transfer))
+                if len(in_flight) == _BROADCASTS_IN_FLIGHT:
+                    _finish_broadcast(*in_flight.popleft())
+        while in_flight:
+            _finish_broadcast(*in_flight.popleft())
+
+    def _exchange_status(self, status: int, fingerprint: int, errors: FirstError) -> list[int]:
+        """Exchange status and fingerprint with every rank, in one small message each: cheaper than a collective."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        # Rows start with this rank's own values, so a peer that is lost does not look like a wrong fingerprint.
+        rows = {rank: torch.tensor([status, fingerprint]) for rank in range(self.world_size)}
+        transfers = list[Transfer]()
+        for rank in others:
+            with errors:
+                transfers.append(self._start_receive(rows[rank], rank, _TAG_STATUS))
+        for rank in others:
+            with errors:
+                transfers.append(self._start_send(rows[self.rank], rank, _TAG_STATUS))
+        for transfer in transfers:
+            with errors:
+                transfer.wait()
+        for rank in others:
+            if int(rows[rank][1]) != fingerprint:
+                raise TransportError(
+                    f"rank {rank} is about to send other parameters than rank {self.rank} expects: requires_grad, "
+                    "dtype and device of parameters must change on all ranks together"
+                )
+        return [int(rows[rank][0]) for rank in range(self.world_size)]
+
+
+def _finish_messages(
+    message: Message | None, receive: Transfer | None, send: Transfer | None, errors: FirstError
+) -> None:
+    with errors:
+        if message is not None and receive is not None:
+            message.unpack(receive.wait())
+    # Wait for the send even if the receive failed: the backend still reads the memory.
+    with errors:
+        if send is not None:
+            send.wait()
+
+
+def _finish_broadcast(message: Message | None, transfer: Transfer) -> None:
+    memory = transfer.wait()
+    if message is not None:
+        message.unpack(memory)
+
+
+def as_real(memory: Tensor) -> Tensor:
+    """A view of complex numbers as pairs of real ones: no backend can sum complex numbers."""
+    return torch.view_as_real(memory) if memory.is_complex() else memory
+
+
+def as_bytes(memory: Tensor) -> Tensor:
+    """A view of contiguous memory as bytes, which every backend can send.
+
+    Memory that is not contiguous would be copied, and what is received into the copy would be lost.
+    """
+    return memory.reshape(-1).view(torch.uint8)
