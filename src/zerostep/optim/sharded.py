@@ -41,7 +41,7 @@ from zerostep.plan.groups import (
     own_options,
     refuse_sparse,
 )
-from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.fragments import assemble, ready_to_travel
 from zerostep.state.leaf_state import LeafStates
@@ -115,8 +115,8 @@ class ShardedOptimizer(PartitionedOptimizer):
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
         settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
-        order = in_order(self._model.parameters())
-        self._planner = LayoutPlanner(optimizer_class, defaults, settings, order)
+        positions = model_positions(self._model.parameters())
+        self._planner = LayoutPlanner(optimizer_class, defaults, settings, positions)
         self._timer, self._steps = PhaseTimer(), 0
         self._broken: str | None = None
         self._all_state_dicts = []
