@@ -64,11 +64,11 @@ def state_bytes(
 
     A class that cannot be run is assumed to keep two numbers for each element, as most do.
     """
-    trial = _Trial(optimizer_class, options, group or {}, counters)
+    one_step = _OneStep(optimizer_class, options, group or {}, counters)
     try:
-        return sum(value.nbytes for value in trial.tensors(shape, dtype, "meta"))
+        return sum(value.nbytes for value in one_step.tensors(shape, dtype, "meta"))
     except Exception:
-        return _bytes_from_small(trial, shape, dtype)
+        return _bytes_from_small(one_step, shape, dtype)
 
 
 def fresh_state(
@@ -79,29 +79,29 @@ def fresh_state(
     group: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The state of a parameter after one step, on the meta device if possible; empty if the class cannot be run."""
-    trial = _Trial(optimizer_class, options, group or {})
+    one_step = _OneStep(optimizer_class, options, group or {})
     for device in ("meta", "cpu"):
         try:
-            return trial.state(shape, dtype, device)
+            return one_step.state(shape, dtype, device)
         except Exception:  # an optimizer that branches on values does not run on meta tensors
             continue
     return {}
 
 
-def _bytes_from_small(trial: _Trial, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _bytes_from_small(one_step: _OneStep, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """The bytes of state from a step on a small CPU tensor, for optimizers that do not run on meta tensors.
 
     Each dimension of the state that has one of the distinct sizes stands for that dimension of the parameter.
     """
     sizes = dict(zip(_DISTINCT_SIZES, shape, strict=False))
     try:
-        tensors = trial.tensors(tuple(sizes) if len(sizes) == len(shape) else shape, dtype, "cpu")
+        tensors = one_step.tensors(tuple(sizes) if len(sizes) == len(shape) else shape, dtype, "cpu")
     except Exception:
         return 2 * torch.Size(shape).numel() * dtype.itemsize
     return sum(torch.Size(sizes.get(n, n) for n in value.shape).numel() * value.element_size() for value in tensors)
 
 
-class _Trial:
+class _OneStep:
     """One step of an optimizer class on one parameter with zero gradients."""
 
     def __init__(
