@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapreplace
 from itertools import accumulate
 
-from zerostep.plan.layout import Bucket, ParamSpec, tile
+from zerostep.plan.layout import Bucket, ParamSpec, Slot, tile
 
 __all__ = ["assign", "atomic_bucket", "largest_first", "loads_of", "pour", "splittable_bucket"]
 
@@ -64,13 +64,14 @@ def atomic_bucket(
 ) -> Bucket:
     """A bucket of whole parameters, sorted by owner; those of one owner keep the order of `members`."""
     order = sorted(members, key=lambda index: owners[index])
-    kind = specs[order[0]]
     loads = loads_of(((owners[index], specs[index].numel) for index in order), world_size)
-    cuts = tuple(accumulate(loads, initial=0))
-    return Bucket(kind.dtype, kind.device, kind.trainable, tile(specs, order, owners), cuts)
+    return _bucket(specs[order[0]], tile(specs, order, owners), accumulate(loads, initial=0))
 
 
 def splittable_bucket(specs: Sequence[ParamSpec], members: Sequence[int], cuts: Iterable[int]) -> Bucket:
     """A bucket of splittable parameters in the given order; rank 0 keeps those without elements."""
-    kind = specs[members[0]]
-    return Bucket(kind.dtype, kind.device, kind.trainable, tile(specs, members), tuple(cuts))
+    return _bucket(specs[members[0]], tile(specs, members), cuts)
+
+
+def _bucket(member: ParamSpec, slots: tuple[Slot, ...], cuts: Iterable[int]) -> Bucket:
+    return Bucket(member.dtype, member.device, member.trainable, slots, tuple(cuts))

@@ -69,7 +69,7 @@ class Span:
 class ParamSpec:
     """A parameter without its tensor.
 
-    `device` is logical: the kind and the order of first use on this rank ("cuda:0" is the first CUDA device that the
+    `device` is logical: the device type and the order of first use on this rank ("cuda:0" is the first CUDA device that the
     parameters live on), so that ranks which use different cards of one host have equal specs.
     """
 
