@@ -69,8 +69,8 @@ class Span:
 class ParamSpec:
     """A parameter without its tensor.
 
-    `device` is logical: the device type and the order of first use on this rank ("cuda:0" is the first CUDA device that the
-    parameters live on), so that ranks which use different cards of one host have equal specs.
+    `device` is logical: the device type and the order of first use on this rank ("cuda:0" is the first CUDA device
+    that the parameters live on), so that ranks which use different cards of one host have equal specs.
     """
 
     name: str
