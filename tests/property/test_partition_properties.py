@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerostep.plan.assign import pour
 from zerostep.plan.layout import Layout, ParamSpec
-from zerostep.plan.partition import plan, pour
+from zerostep.plan.partition import plan
 
 patient = settings(deadline=None)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from tests.reference import ELEMENTWISE, MATRIXWISE
 from zerostep.plan.groups import Group, OptimizerClass, normalise
 from zerostep.plan.layout import Layout, ParamSpec
-from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 
 
 def _params() -> list[Tensor]:
@@ -85,10 +85,10 @@ def test_buckets_follow_the_model_and_not_the_groups() -> None:
     """Groups by kind, as for weight decay: what backward makes last must not be awaited first."""
     params = [torch.nn.Parameter(torch.zeros(16, 16) if place % 2 else torch.zeros(256)) for place in range(8)]
     groups = [{"params": params[0::2]}, {"params": params[1::2]}]
-    order = in_order(params)
-    layout = LayoutPlanner(optim.SGD, {}, Settings(bucket_mb=2 / 1024), order).plan(groups, 2)
+    positions = model_positions(params)
+    layout = LayoutPlanner(optim.SGD, {}, Settings(bucket_mb=2 / 1024), positions).plan(groups, 2)
     given = params[0::2] + params[1::2]
-    places = [[order[given[slot.param]] for slot in bucket.slots] for bucket in layout.buckets]
+    places = [[positions[given[slot.param]] for slot in bucket.slots] for bucket in layout.buckets]
     assert len(places) > 3
     assert [min(each) for each in places] == sorted((min(each) for each in places), reverse=True)
     assert max(max(each) - min(each) for each in places) <= 1
@@ -195,7 +195,7 @@ def test_parameters_have_names_that_are_their_own() -> None:
     groups = [blueprint.complete({"params": _params()}) for _ in range(2)]
     names = [spec.name for spec in blueprint.plan(groups, 2).params]
     assert names == [f"param.{number}" for number in range(6)]
-    later = blueprint.plan(groups[:1], 2, first_group=2, first_param=6)
+    later = blueprint.plan(groups[:1], 2, group_offset=2, param_offset=6)
     assert [(spec.name, spec.group) for spec in later.params] == [(f"param.{6 + i}", 2) for i in range(3)]
 
 

@@ -41,7 +41,7 @@ TROUBLES = ROOT / "docs" / "troubleshooting.md"
 COMMANDS = ("tools",)
 # These check what the package itself made: their errors are defects, or come wrapped into another one's text.
 INNER = (
-    *("plan.layout", "plan.buckets", "plan.partition", "comm.codec", "comm.objects"),
+    *("plan.layout", "plan.buckets", "plan.assign", "comm.codec", "comm.objects"),
     *("checkpoint.manifest", "checkpoint.reader", "checkpoint.tensor_file"),
 )
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerostep.plan.groups import all_params, copy_options, normalise, options, param_specs, refuse_sparse, share
+from zerostep.plan.groups import all_params, copy_options, normalise, options, param_specs, refuse_sparse, subgroup
 
 
 def _params(count: int) -> list[Tensor]:
@@ -105,11 +105,11 @@ def test_options_of_fewer_groups_are_not_copied() -> None:
 def test_a_share_is_a_copy_with_fewer_parameters() -> None:
     params = _params(3)
     group = {"params": params, "param_names": ["a", "b", "c"], "lr": 1}
-    found = share(group, [2, 0])
+    found = subgroup(group, [2, 0])
     assert _same(found["params"], [params[2], params[0]])
     assert found["param_names"] == ["c", "a"] and found["lr"] == 1
     assert len(group["params"]) == 3  # type: ignore[arg-type]
-    assert "param_names" not in share({"params": params}, [1])
+    assert "param_names" not in subgroup({"params": params}, [1])
 
 
 def test_parameters_are_numbered_through_the_groups() -> None:

@@ -2,8 +2,9 @@ import time
 
 import pytest
 
+from zerostep.plan.assign import pour
 from zerostep.plan.layout import Layout, ParamSpec, Span
-from zerostep.plan.partition import plan, pour
+from zerostep.plan.partition import plan
 
 
 def _atomic(*sizes: int, group: int = 0) -> list[ParamSpec]:

@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from tests.reference import ELEMENTWISE, MATRIXWISE, Case
-from zerostep.plan import probe as splitting
+from zerostep.plan import probe, trial
 from zerostep.plan.probe import is_elementwise, is_separable
 
 Group = dict[str, Any]
@@ -375,8 +375,8 @@ def _ids(kinds: Iterable[type]) -> list[str]:
     return [kind.__name__ for kind in kinds]
 
 
-def _recipe(case: Case) -> splitting._Candidate:
-    return splitting._Candidate(case.kind, case.options)
+def _recipe(case: Case) -> probe._Candidate:
+    return probe._Candidate(case.kind, case.options)
 
 
 def _never(*_: object) -> bool:
@@ -395,38 +395,38 @@ def test_the_probe_sees_who_treats_every_parameter_by_itself(kind: type[Optimize
 
 @pytest.mark.parametrize("case", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_known_elementwise_classes_are_not_tried(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_ask_once", _never)
+    monkeypatch.setattr(probe, "_probe_once", _never)
     assert is_elementwise(case.kind, case.options)
     assert is_separable(case.kind, case.options)
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", "SparseAdam", "LBFGS"])
 def test_known_atomic_classes_are_not_tried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_ask_once", _never)
+    monkeypatch.setattr(probe, "_probe_once", _never)
     kind = getattr(optim, name)
     assert not is_elementwise(kind, {})
     assert is_separable(kind, {}) is (name != "LBFGS")
 
 
 def test_every_elementwise_class_that_is_known_is_compared_with_torch() -> None:
-    assert {case.kind for case in ELEMENTWISE.values()} == set(splitting._ELEMENTWISE)
+    assert {case.kind for case in ELEMENTWISE.values()} == set(probe._ELEMENTWISE)
 
 
 @pytest.mark.parametrize("case", ELEMENTWISE.values(), ids=ELEMENTWISE)
 def test_the_probe_agrees_with_what_is_known_of_elementwise_classes(case: Case) -> None:
-    assert splitting._probe_elements(_recipe(case))
-    assert splitting._probe_parameters(_recipe(case))
+    assert probe._probe_elements(_recipe(case))
+    assert probe._probe_parameters(_recipe(case))
 
 
 @pytest.mark.parametrize("case", MATRIXWISE.values(), ids=MATRIXWISE)
 def test_the_probe_agrees_with_what_is_known_of_atomic_classes(case: Case) -> None:
-    assert not splitting._probe_elements(_recipe(case))
-    assert splitting._probe_parameters(_recipe(case))
+    assert not probe._probe_elements(_recipe(case))
+    assert probe._probe_parameters(_recipe(case))
 
 
 def test_the_probe_agrees_that_lbfgs_couples_parameters() -> None:
-    assert not splitting._probe_elements(splitting._Candidate(optim.LBFGS, {}))
-    assert not splitting._probe_parameters(splitting._Candidate(optim.LBFGS, {}))
+    assert not probe._probe_elements(probe._Candidate(optim.LBFGS, {}))
+    assert not probe._probe_parameters(probe._Candidate(optim.LBFGS, {}))
 
 
 @pytest.mark.parametrize("kind", [ClipsEach, IgnoresTiny], ids=lambda kind: kind.__name__)
@@ -498,7 +498,7 @@ def test_options_reach_the_optimizer(option: str) -> None:
 
 
 def test_a_partial_of_a_known_class_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_ask_once", _never)
+    monkeypatch.setattr(probe, "_probe_once", _never)
     assert is_elementwise(partial(optim.AdamW, lr=0.1), {"weight_decay": 0.1})
     assert is_elementwise(partial(partial(optim.SGD, lr=0.1), momentum=0.9), {})
     assert not is_elementwise(partial(optim.Adafactor, lr=0.1), {})
@@ -537,8 +537,8 @@ def test_an_object_that_cannot_be_hashed_is_tried() -> None:
 @pytest.mark.parametrize("kind", [Noise, SignSgd, Lars, NeedsAccelerator], ids=lambda kind: kind.__name__)
 def test_random_numbers_stay_as_they_were(kind: type[Optimizer]) -> None:
     before = torch.get_rng_state()
-    splitting._probe_elements(splitting._Candidate(kind, {}))
-    splitting._probe_parameters(splitting._Candidate(kind, {}))
+    probe._probe_elements(probe._Candidate(kind, {}))
+    probe._probe_parameters(probe._Candidate(kind, {}))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -546,8 +546,8 @@ def test_answers_do_not_depend_on_the_state_of_the_random_numbers() -> None:
     with torch.random.fork_rng(devices=[]):
         for seed in range(3):
             torch.default_generator.manual_seed(seed)
-            assert not splitting._probe_elements(splitting._Candidate(Noise, {}))
-            assert splitting._probe_parameters(splitting._Candidate(Noise, {}))
+            assert not probe._probe_elements(probe._Candidate(Noise, {}))
+            assert probe._probe_parameters(probe._Candidate(Noise, {}))
 
 
 def test_options_of_the_user_stay_as_they_were() -> None:
@@ -628,7 +628,7 @@ def _tries(ask: Callable[[Any, dict[str, Any]], bool], options: dict[str, Any]) 
 
 @pytest.mark.parametrize("ask", [is_elementwise, is_separable])
 def test_an_optimizer_is_tried_once(ask: Callable[[Any, dict[str, Any]], bool]) -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     options = {"lr": 0.1, "betas": (0.9, 0.95), "dtype": torch.float32, "kind": None}
     assert _tries(ask, options)
     assert not _tries(ask, dict(reversed(options.items())))
@@ -638,19 +638,19 @@ def test_an_optimizer_is_tried_once(ask: Callable[[Any, dict[str, Any]], bool]) 
 
 @pytest.mark.parametrize(("first", "second"), [(0.1, 0.2), (1, True), (1, 1.0), ((1, 2), [1, 2]), ("1", 1)])
 def test_other_options_are_another_question(first: object, second: object) -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     assert _tries(is_elementwise, {"size": first})
     assert _tries(is_elementwise, {"size": second})
     assert not _tries(is_elementwise, {"size": first})
 
 
 def test_another_group_is_another_question() -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     for group in ({}, {"size": 1}, {"size": 2}, {"size": torch.tensor(1)}, {"size": torch.tensor(1)}):
         before = Counted.built
         assert is_elementwise(Counted, {}, group)
         assert Counted.built > before
-    assert len(splitting._answers) == 3
+    assert len(probe._results) == 3
     before = Counted.built
     assert is_elementwise(Counted, {}, {"size": 1})
     assert Counted.built == before
@@ -662,10 +662,10 @@ def test_another_group_is_another_question() -> None:
     ids=["tensor", "tuple", "dict", "object"],
 )
 def test_nothing_is_remembered_of_options_whose_content_may_change(value: object) -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     assert _tries(is_elementwise, {"size": value})
     assert _tries(is_elementwise, {"size": value})
-    assert not splitting._answers
+    assert not probe._results
 
 
 def _said(caplog: pytest.LogCaptureFixture, level: int) -> str:
@@ -684,7 +684,7 @@ def _said(caplog: pytest.LogCaptureFixture, level: int) -> str:
 def test_who_cannot_be_tried_is_told_how_to_declare_it(
     kind: type[Optimizer], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     with caplog.at_level(logging.DEBUG, "zerostep"):
         assert not is_elementwise(kind, {})
     said = _said(caplog, logging.WARNING)
@@ -705,7 +705,7 @@ def test_who_cannot_be_tried_is_told_how_to_declare_it(
 def test_the_reason_of_an_answer_is_logged_quietly(
     kind: type[Optimizer], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     with caplog.at_level(logging.DEBUG, "zerostep"):
         is_elementwise(kind, {})
     assert reason in _said(caplog, logging.DEBUG)
@@ -719,7 +719,7 @@ def test_the_reason_of_an_answer_is_logged_quietly(
 def test_the_reason_is_logged_for_parameters_too(
     kind: type[Optimizer], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    splitting._answers.clear()
+    probe._results.clear()
     with caplog.at_level(logging.DEBUG, "zerostep"):
         is_separable(kind, {})
     assert reason in _said(caplog, logging.DEBUG)
@@ -738,8 +738,8 @@ def test_the_default_device_and_dtype_do_not_matter() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert splitting._probe_elements(splitting._Candidate(SameAdamW, {}))
-            assert not splitting._probe_elements(splitting._Candidate(Lars, {}))
+            assert probe._probe_elements(probe._Candidate(SameAdamW, {}))
+            assert not probe._probe_elements(probe._Candidate(Lars, {}))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -764,10 +764,10 @@ def test_nothing_is_compiled() -> None:
 
 
 def test_the_pieces_cross_the_bounds_of_parameters() -> None:
-    lengths = [math.prod(shape) for shapes in splitting._PIECES for shape in shapes]
-    sizes = [math.prod(shape) for shape in splitting._SHAPES]
+    lengths = [math.prod(shape) for shapes in trial._PIECES for shape in shapes]
+    sizes = [math.prod(shape) for shape in trial._SHAPES]
     assert sum(lengths) == sum(sizes)
-    assert len(splitting._PIECES) > 1
+    assert len(trial._PIECES) > 1
     cuts, bounds = ({sum(numbers[:n]) for n in range(1, len(numbers))} for numbers in (lengths, sizes))
     assert not cuts & bounds
     assert any(length % 16 for length in lengths)
@@ -778,12 +778,12 @@ def _number(bits: int) -> Tensor:
 
 
 def test_numbers_are_compared_by_their_bits_and_all_nans_are_one() -> None:
-    assert splitting._same(_number(0x7FC00000), _number(0xFFC00001))
-    assert not splitting._same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert not splitting._same(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]))
-    assert not splitting._same(torch.tensor([1.0]), torch.tensor(1.0))
-    assert not splitting._same(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
-    assert splitting._same(torch.tensor(3), torch.tensor(3))
-    assert splitting._same(math.nan, math.nan)
-    assert not splitting._same(1, True)
-    assert not splitting._same([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 3.0])])
+    assert trial._same(_number(0x7FC00000), _number(0xFFC00001))
+    assert not trial._same(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not trial._same(torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]))
+    assert not trial._same(torch.tensor([1.0]), torch.tensor(1.0))
+    assert not trial._same(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+    assert trial._same(torch.tensor(3), torch.tensor(3))
+    assert trial._same(math.nan, math.nan)
+    assert not trial._same(1, True)
+    assert not trial._same([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 3.0])])

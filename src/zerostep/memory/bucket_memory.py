@@ -1,9 +1,9 @@
-"""The memory of parameters as a transport sees it: each owner's part of a bucket, in pieces.
+"""The memory of a bucket's parameters as messages: what each owner sends to the other ranks.
 
-`FlatParcel` moves the parameters of a bucket into one flat tensor and turns each into a view of it: an owner's part is
-then one slice, and nothing is copied. `ScatteredParcel` leaves every parameter where it is: a large one travels from
-its own memory into its own memory, and small ones are packed together, so that the number of messages depends on the
-number of bytes and never on the number of parameters.
+`FlatBucket` moves the parameters of a bucket into one flat tensor and turns each into a view of it: an owner's part is
+then one slice, sent and received without a copy. `ScatteredBucket` leaves every parameter where it is: a large one is
+a message of its own, sent from and received into its memory; small ones are packed together, so that the number of
+messages depends on the number of bytes and not on the number of parameters.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zerostep.tensors import flat_alias, is_dense
 
 __all__ = ["FlatBucket", "InPlaceMessage", "PackedMessage", "ScatteredBucket", "make_bucket_memories"]
 
-# From how many bytes on a parameter travels alone, and how many bytes small ones are packed into, at most. On an
-# accelerator a copy is cheap and a launch is dear.
+# Bytes from which on a parameter is a message of its own, and the most bytes of a packed message. On an accelerator
+# copies are cheap and launches are not, so more is packed. All ranks must use the same limits.
 _HOST_LIMITS = (512 << 10, 2 << 20)
 _ACCELERATOR_LIMITS = (16 << 20, 64 << 20)
 
@@ -29,25 +29,27 @@ _ACCELERATOR_LIMITS = (16 << 20, 64 << 20)
 def make_bucket_memories(
     layout: Layout, params: Sequence[Tensor], as_views: bool, previous: Sequence[BucketMemory] = ()
 ) -> list[BucketMemory]:
-    """One parcel for each bucket that has something to send; parcels of `previous` that still fit are kept."""
-    kept = {
-        bucket_memory.bucket: bucket_memory
-        for bucket_memory in previous
-        if isinstance(bucket_memory, FlatBucket) and bucket_memory.holds(params)
-    }
+    """The memory of each bucket that has something to send.
+
+    With `as_views` parameters are moved into flat tensors. Those of `previous` that still hold the same parameters are
+    kept; from the others, parameters that still lie there get memory of their own.
+    """
     buckets = [bucket for bucket in layout.buckets if bucket.trainable and bucket.size]
     if not as_views:
         return [ScatteredBucket(bucket, params) for bucket in buckets]
-    bucket_memories = [kept[bucket] if bucket in kept else FlatBucket(bucket, params) for bucket in buckets]
-    for bucket_memory in previous:
-        if isinstance(bucket_memory, FlatBucket) and bucket_memory not in bucket_memories:
-            bucket_memory.release()
-    return list(bucket_memories)
+    old = [memory for memory in previous if isinstance(memory, FlatBucket)]
+    reusable = {memory.bucket: memory for memory in old if memory.holds(params)}
+    new = [reusable[bucket] if bucket in reusable else FlatBucket(bucket, params) for bucket in buckets]
+    # Only now: what has moved into a new bucket needs no memory of its own.
+    for memory in old:
+        if memory not in new:
+            memory.release()
+    return list(new)
 
 
 @dataclass(frozen=True)
 class InPlaceMessage:
-    """A piece that is sent from and received into its own memory."""
+    """A message that is sent from and received into the parameters' own memory."""
 
     memory: Tensor
 
@@ -60,36 +62,37 @@ class InPlaceMessage:
         return self.memory
 
     def unpack(self, memory: Tensor) -> None:
-        """It is there already."""
+        """Nothing to do: the message was received in place."""
 
 
 @dataclass(frozen=True)
 class PackedMessage:
-    """A piece made of several parameters, which pass through scratch memory."""
+    """A message of several parameters, or of one that is not contiguous, copied through a temporary buffer."""
 
     parts: tuple[Tensor, ...]
 
     def pack(self) -> Tensor:
-        """A packed copy."""
+        """A new buffer with a copy of all parts."""
         memory = self.buffer()
         torch._foreach_copy_(self._views(memory), self.parts)
         return memory
 
     def buffer(self) -> Tensor:
-        """Scratch memory for all parts."""
+        """A new buffer for all parts; the caller keeps it alive until the transfer is done."""
         return self.parts[0].new_empty(sum(part.numel() for part in self.parts))
 
     def unpack(self, memory: Tensor) -> None:
-        """Unpack."""
+        """Copy a received buffer into the parts."""
         torch._foreach_copy_(self.parts, self._views(memory))
 
     def _views(self, memory: Tensor) -> list[Tensor]:
-        messages = zip(memory.split([part.numel() for part in self.parts]), self.parts, strict=True)
-        return [message if part.dim() == 1 else message.view(part.shape) for message, part in messages]
+        slices = memory.split([part.numel() for part in self.parts])
+        pairs = zip(slices, self.parts, strict=True)
+        return [piece if part.dim() == 1 else piece.view(part.shape) for piece, part in pairs]
 
 
 class ScatteredBucket:
-    """The parts of a bucket whose parameters stay where they are."""
+    """A bucket of whole parameters that stay in their own memory."""
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         self._params = [params[slot.param] for slot in bucket.slots]
@@ -99,50 +102,55 @@ class ScatteredBucket:
         self.attach()
 
     def attach(self) -> None:
-        """Follow parameters whose `.data` was bound to other memory."""
+        """Rebuild the messages if some parameter's `.data` was bound to other memory."""
         pointers = [param.data_ptr() for param in self._params]
         if pointers != self._pointers:
             self._pointers = pointers
             by_owner: dict[int, list[Tensor]] = {}
             for param, owner in zip(self._params, self._owners, strict=True):
                 by_owner.setdefault(owner, []).append(param)
-            self._messages = {owner: _cut(members) for owner, members in by_owner.items()}
+            self._messages = {owner: _make_messages(owned) for owner, owned in by_owner.items()}
 
     @property
     def device(self) -> torch.device:
-        """Where the bucket lies."""
+        """The device of the parameters."""
         return self._params[0].device
 
     def messages(self, owner: int) -> Sequence[Message]:
-        """The parameters of `owner`: large ones by themselves, small ones packed."""
+        """The parameters of `owner`: large ones alone, small ones packed."""
         return self._messages.get(owner, ())
 
 
-def _cut(params: Sequence[Tensor]) -> list[Message]:
-    """Pieces of one owner's parameters. Sizes alone decide, so all ranks cut alike."""
-    alone, most = _HOST_LIMITS if params[0].device.type == "cpu" else _ACCELERATOR_LIMITS
-    messages, pack, buffer = list[Message](), list[Tensor](), most
+def _make_messages(params: Sequence[Tensor]) -> list[Message]:
+    """The messages of one owner's parameters."""
+    # Only the order, sizes and device type of parameters may decide here: all ranks must cut the same messages.
+    alone_bytes, pack_bytes = _HOST_LIMITS if params[0].device.type == "cpu" else _ACCELERATOR_LIMITS
+    messages, packed, left = list[Message](), list[Tensor](), pack_bytes
     for param in params:
         size = param.numel() * param.element_size()
-        if size >= alone:
-            messages.append(_message([param]))
+        if size >= alone_bytes:
+            messages.append(_make_message([param]))
         elif size:
-            if size > buffer:
-                messages.append(_message(pack))
-                pack, buffer = [], most
-            pack.append(param)
-            buffer -= size
-    return [*messages, _message(pack)] if pack else messages
+            if size > left:
+                messages.append(_make_message(packed))
+                packed, left = [], pack_bytes
+            packed.append(param)
+            left -= size
+    return [*messages, _make_message(packed)] if packed else messages
 
 
-def _message(params: Sequence[Tensor]) -> Message:
-    # In logical order: the memory formats of different ranks need not agree.
+def _make_message(params: Sequence[Tensor]) -> Message:
+    # Elements are sent in logical order, since the memory formats of a parameter may differ between ranks.
     parts = tuple(flat_alias(param) if param.is_contiguous() else param.detach() for param in params)
     return InPlaceMessage(parts[0]) if len(parts) == 1 and params[0].is_contiguous() else PackedMessage(parts)
 
 
 class FlatBucket:
-    """The parts of a bucket whose parameters are views of one flat tensor, each with the strides it had."""
+    """A bucket whose parameters have become views of one flat tensor, each with the strides it had.
+
+    `size` is the length of the flat tensor if it is to be longer than the bucket. The parameters keep the flat tensor
+    alive, so it stays allocated as long as one of them lies in it.
+    """
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], size: int | None = None) -> None:
         self.bucket = bucket
@@ -154,9 +162,9 @@ class FlatBucket:
             self._pointers.append(param.data_ptr())
 
     def _bind(self, slot: Slot, param: Tensor) -> None:
-        place = self._flat[slot.span.start : slot.span.stop]
+        part = self._flat[slot.span.start : slot.span.stop]
         strides = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
-        view = place.as_strided(param.shape, strides) if place.numel() else place.view(param.shape)
+        view = part.as_strided(param.shape, strides) if part.numel() else part.view(param.shape)
         view.copy_(param.detach())
         param.data = view
 
@@ -166,19 +174,19 @@ class FlatBucket:
         return [param for param, pointer in pairs if param.data_ptr() != pointer]
 
     def attach(self) -> None:
-        """Take back parameters whose `.data` was bound to other memory, with the values they have now."""
+        """Copy parameters whose `.data` was bound to other memory back into the flat tensor, as views of it."""
         for slot, param, pointer in zip(self.bucket.slots, self._params, self._pointers, strict=True):
             if param.data_ptr() != pointer:
                 self._bind(slot, param)
 
     def holds(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are the very parameters that live here, on the device where they lived."""
-        found = (params[slot.param] if slot.param < len(params) else None for slot in self.bucket.slots)
-        pairs = zip(found, self._params, strict=True)
-        return all(here is there and there.device == self._flat.device for here, there in pairs)
+        """Whether `params` has this bucket's own parameters at the indices of its slots, still on its device."""
+        given = (params[slot.param] if slot.param < len(params) else None for slot in self.bucket.slots)
+        pairs = zip(given, self._params, strict=True)
+        return all(param is own and own.device == self._flat.device for param, own in pairs)
 
     def release(self) -> None:
-        """Give private memory to the parameters that still live here."""
+        """Copy the parameters that still lie in the flat tensor into memory of their own."""
         start = self._flat.data_ptr()
         stop = start + self._flat.numel() * self._flat.element_size()
         for param in self._params:
@@ -192,10 +200,10 @@ class FlatBucket:
 
     @property
     def device(self) -> torch.device:
-        """Where the bucket lies."""
+        """The device of the parameters."""
         return self._flat.device
 
     def messages(self, owner: int) -> Sequence[Message]:
-        """The slice of `owner`, sent and received in place."""
+        """The slice of `owner`, sent from and received into the flat tensor."""
         owned = self.bucket.owned(owner)
         return [InPlaceMessage(self._flat[owned.start : owned.stop])] if owned.length else []

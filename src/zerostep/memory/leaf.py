@@ -1,11 +1,11 @@
-"""What the inner optimizers hold: leaves, tensors that share memory with the fragments this rank owns.
+"""Leaves: the tensors that the inner optimizers hold, views of the memory that this rank owns.
 
 An atomic parameter has a leaf of its own shape. Splittable neighbours of one group are one flat leaf together, so that
-a thousand small parameters cost an optimizer no more than one large one. Where masters are kept, leaves share the
-memory of those instead.
+a thousand small parameters cost an optimizer no more than one large one. With master weights, leaves are views of those
+instead of the parameters.
 
-Parameters in one leaf share its state, such as a step counter. When one of them has to sit out a step, the leaf is
-split, once and for all, into one for each.
+Parameters in one leaf share its state, such as a step counter. When one of them has to be left out of a step, the leaf
+is split for good into one for each parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Leaf", "clone_scalars", "cut_leaves", "split", "view_state"]
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """Neighbouring fragments under one optimizer; `span` is their place in the part of the bucket that is owned."""
+    """Neighbouring fragments under one optimizer; `span` is their range in the owned part of the bucket."""
 
     bucket: int
     span: Span
@@ -34,11 +34,11 @@ class Leaf:
 
     @property
     def params(self) -> list[int]:
-        """The parameters that have a part here."""
+        """The indices of the parameters that have a part in this leaf."""
         return [fragment.param for fragment in self.fragments]
 
     def view(self, shard: Tensor) -> Tensor:
-        """The elements of this leaf in a tensor of the owned part, in the leaf's own shape."""
+        """This leaf's elements of `shard`, a tensor over the whole owned part, in the leaf's own shape."""
         part = shard[self.span.start : self.span.stop]
         return part if self.tensor.dim() == 1 else part.as_strided(self.tensor.shape, self.tensor.stride())
 
@@ -47,52 +47,56 @@ def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Se
     """The leaves of the part of a bucket that `rank` owns; `shard` is the memory of that part."""
     start = layout.buckets[bucket].owned(rank).start
     fragments = layout.fragments_in(bucket, rank)
-    found = list[Leaf]()
-    for (group, _, atomic), run in groupby(fragments, key=lambda fragment: _kind(layout, fragment)):
+    leaves = list[Leaf]()
+    for (group, _, is_whole), run in groupby(fragments, key=lambda fragment: _leaf_key(layout, fragment)):
         members = tuple(run)
-        found.append(_leaf(bucket, group, members, start, shard, params[members[0].param] if atomic else None))
-    return found
+        leaves.append(_make_leaf(bucket, group, members, start, shard, params[members[0].param] if is_whole else None))
+    return leaves
 
 
-def _kind(layout: Layout, fragment: Fragment) -> tuple[int, int, bool]:
-    """Fragments of one kind share a leaf; what cannot be cut, or has nothing to cut, is a kind of its own."""
+def _leaf_key(layout: Layout, fragment: Fragment) -> tuple[int, int, bool]:
+    """Neighbours with equal keys share a leaf; atomic and empty parameters have a key, and a leaf, of their own."""
     spec = layout.params[fragment.param]
-    whole = not (spec.splittable and spec.numel)
-    return spec.group, fragment.param if whole else -1, whole
+    is_whole = not (spec.splittable and spec.numel)
+    return spec.group, fragment.param if is_whole else -1, is_whole
 
 
-def _leaf(bucket: int, group: int, run: tuple[Fragment, ...], start: int, shard: Tensor, like: Tensor | None) -> Leaf:
-    span = Span(run[0].place.start - start, run[-1].place.stop - start) if run[0].part.length else Span(0, 0)
+def _make_leaf(
+    bucket: int, group: int, fragments: tuple[Fragment, ...], start: int, shard: Tensor, like: Tensor | None
+) -> Leaf:
+    """A leaf over `shard`, which begins at address `start` of the bucket: flat, or with the strides of `like`."""
+    first, last = fragments[0], fragments[-1]
+    span = Span(first.place.start - start, last.place.stop - start) if first.part.length else Span(0, 0)
     part = shard[span.start : span.stop]
     if like is not None:
         part = part.as_strided(like.shape, like.stride()) if part.numel() else part.view(like.shape)
-    return Leaf(bucket, span, group, run, nn.Parameter(part))
+    return Leaf(bucket, span, group, fragments, nn.Parameter(part))
 
 
 def split(leaf: Leaf) -> list[Leaf]:
     """One leaf for each fragment, over the same memory."""
-    found, start = [], leaf.fragments[0].place.start
+    leaves, start = [], leaf.fragments[0].place.start
     for fragment in leaf.fragments:
-        inside = fragment.place.shift(-start)
-        tensor = nn.Parameter(leaf.tensor.detach()[inside.start : inside.stop])
-        found.append(Leaf(leaf.bucket, inside.shift(leaf.span.start), leaf.group, (fragment,), tensor))
-    return found
+        span = fragment.place.shift(-start)
+        tensor = nn.Parameter(leaf.tensor.detach()[span.start : span.stop])
+        leaves.append(Leaf(leaf.bucket, span.shift(leaf.span.start), leaf.group, (fragment,), tensor))
+    return leaves
 
 
 def view_state(entry: dict[str, Any], leaf: Leaf, fragment: Fragment) -> dict[str, Any]:
-    """One fragment's part of the state of a leaf: views of what is shaped like the leaf, everything else as it is."""
+    """One fragment's part of a leaf's state: views of tensors of the leaf's shape, all other values as they are."""
     if len(leaf.fragments) == 1:
         return entry
     start = leaf.fragments[0].place.start
-    stretch = slice(fragment.place.start - start, fragment.place.stop - start)
+    elements = slice(fragment.place.start - start, fragment.place.stop - start)
     return {
-        key: value[stretch] if isinstance(value, Tensor) and value.shape == leaf.tensor.shape else value
+        key: value[elements] if isinstance(value, Tensor) and value.shape == leaf.tensor.shape else value
         for key, value in entry.items()
     }
 
 
 def clone_scalars(entry: dict[str, Any]) -> dict[str, Any]:
-    """A state whose scalars are its own: after a split, counters go separate ways."""
+    """A copy of a state with its own scalar tensors: after a split, step counters advance separately."""
     return {
         key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in entry.items()
     }

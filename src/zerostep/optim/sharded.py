@@ -32,7 +32,7 @@ from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
 from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_sparse
-from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.state.param_state import SavedState
 from zerostep.state.state_dict import StateDict
 from zerostep.step.engine import Engine
@@ -102,7 +102,9 @@ class ShardedOptimizer(PartitionedOptimizer):
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
         self._settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
-        self._planner = LayoutPlanner(optimizer_class, defaults, self._settings, in_order(self._model.parameters()))
+        self._planner = LayoutPlanner(
+            optimizer_class, defaults, self._settings, model_positions(self._model.parameters())
+        )
         self._timer, self._health = PhaseTimer(), Health()
         self._all_state_dicts = []
         self._join: JoinProtocol | None = None

@@ -1,7 +1,7 @@
-"""What owning a parameter costs: the bytes of its state, and the work of its update where that is worth a count.
+"""What owning a parameter costs under an optimizer class: the bytes of its state, and the work of its update.
 
-The state is learnt by running the real optimizer, on tensors without memory where it can do without, so any class is
-right.
+The state is measured by one step of the real class, on meta tensors if it runs on them, otherwise on small CPU tensors,
+so no class needs to be known. Work is counted only for classes that multiply matrices.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["CostModel", "fresh_state", "state_bytes"]
 
 _MATRIX_WORK = (getattr(torch.optim, "Muon", None),)
 _KERNELS = ("fused", "foreach", "capturable")
-# Sizes that no constant of an optimizer is likely to have, one for each dimension.
-_TELLING_SIZES = (53, 59, 61, 67, 71, 73, 79, 83)
+# One size for each dimension, all distinct, and unlikely to be constants of an optimizer.
+_DISTINCT_SIZES = (53, 59, 61, 67, 71, 73, 79, 83)
 
 
 class CostModel:
@@ -39,12 +39,12 @@ class CostModel:
         self._state_bytes = lru_cache(maxsize=None)(self._measure)
 
     def of(self, spec: ParamSpec) -> Cost:
-        """What one parameter costs its owner."""
+        """The cost of owning one parameter."""
         return Cost(self._state(spec), _work(spec.shape) if self._class in _MATRIX_WORK else 0)
 
     def _state(self, spec: ParamSpec) -> int:
         if spec.splittable:
-            # Element by element: a few are enough to know.
+            # Splittable means element-wise, so the state of a few elements gives that of all.
             return spec.numel * self._state_bytes((64,), spec.dtype) // 64
         return self._state_bytes(spec.shape, spec.dtype)
 
@@ -60,15 +60,15 @@ def state_bytes(
     group: Mapping[str, Any] | None = None,
     counters: bool = False,
 ) -> int:
-    """The bytes of state of a parameter after a step; those of single numbers only with `counters`.
+    """The bytes of a parameter's state after one step; zero-dimensional tensors count only with `counters`.
 
-    A class that cannot be run at all is taken to keep two numbers for each element, as most do.
+    A class that cannot be run is assumed to keep two numbers for each element, as most do.
     """
-    make = _Maker(optimizer_class, options, group or {}, counters)
+    one_step = _OneStep(optimizer_class, options, group or {}, counters)
     try:
-        return sum(value.nbytes for value in make.state(shape, dtype, "meta"))
+        return sum(value.nbytes for value in one_step.tensors(shape, dtype, "meta"))
     except Exception:
-        return _from_small(make, shape, dtype)
+        return _bytes_from_small(one_step, shape, dtype)
 
 
 def fresh_state(
@@ -78,27 +78,32 @@ def fresh_state(
     dtype: torch.dtype,
     group: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state of a parameter after a step, its tensors perhaps without memory; nothing if it cannot be found out."""
-    make = _Maker(optimizer_class, options, group or {})
+    """The state of a parameter after one step, on the meta device if possible; empty if the class cannot be run."""
+    one_step = _OneStep(optimizer_class, options, group or {})
     for device in ("meta", "cpu"):
         try:
-            return make.entry(shape, dtype, device)
-        except Exception:  # an optimizer that looks at its numbers needs some
+            return one_step.state(shape, dtype, device)
+        except Exception:  # an optimizer that branches on values does not run on meta tensors
             continue
     return {}
 
 
-def _from_small(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Optimizers that look at their numbers run on small tensors; which size went where tells the rest."""
-    sizes = dict(zip(_TELLING_SIZES, shape, strict=False))
+def _bytes_from_small(one_step: _OneStep, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The bytes of state from a step on a small CPU tensor, for optimizers that do not run on meta tensors.
+
+    Each dimension of the state that has one of the distinct sizes stands for that dimension of the parameter.
+    """
+    sizes = dict(zip(_DISTINCT_SIZES, shape, strict=False))
     try:
-        found = make.state(tuple(sizes) if len(sizes) == len(shape) else shape, dtype, "cpu")
+        tensors = one_step.tensors(tuple(sizes) if len(sizes) == len(shape) else shape, dtype, "cpu")
     except Exception:
         return 2 * torch.Size(shape).numel() * dtype.itemsize
-    return sum(torch.Size(sizes.get(n, n) for n in value.shape).numel() * value.element_size() for value in found)
+    return sum(torch.Size(sizes.get(n, n) for n in value.shape).numel() * value.element_size() for value in tensors)
 
 
-class _Maker:
+class _OneStep:
+    """One step of an optimizer class on one parameter with zero gradients."""
+
     def __init__(
         self,
         optimizer_class: Callable[..., Optimizer],
@@ -109,13 +114,13 @@ class _Maker:
         self._class, self._options, self._group = optimizer_class, _without_kernels(options), _without_kernels(group)
         self._counters = counters
 
-    def state(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
-        """The tensors in the state of one parameter after a step; single numbers only where counters count."""
-        tensors = [value for value in self.entry(shape, dtype, device).values() if isinstance(value, Tensor)]
+    def tensors(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+        """The tensors in the state of the parameter; zero-dimensional ones only if counters count."""
+        tensors = [value for value in self.state(shape, dtype, device).values() if isinstance(value, Tensor)]
         return [value for value in tensors if value.dim() or self._counters]
 
-    def entry(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
-        """The state of one parameter after a step."""
+    def state(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Any]:
+        """The state of the parameter after the step."""
         param = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         param.grad = torch.zeros_like(param)
         optimizer = self._class([{**deepcopy(self._group), "params": [param]}], **deepcopy(self._options))
@@ -124,12 +129,12 @@ class _Maker:
 
 
 def _without_kernels(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Which kernel runs makes no difference to the state, but not every kernel runs everywhere."""
+    """The options without the choice of a kernel: it does not change the state, and not all kernels run everywhere."""
     return {key: value for key, value in options.items() if key not in _KERNELS}
 
 
 def _work(shape: tuple[int, ...]) -> int:
-    """Multiplications in one orthogonalisation of a matrix, up to a factor."""
+    """The number of multiplications in one orthogonalisation of a matrix, up to a constant factor."""
     if len(shape) != 2:
         return 0
     return shape[0] * shape[1] * min(shape)

@@ -1,4 +1,4 @@
-"""Parameter groups: what users may pass, how options move between groups, and their specs for a layout."""
+"""Parameter groups: checking what users pass, copying options between groups, and specs for a layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "own_options",
     "param_specs",
     "refuse_sparse",
-    "share",
+    "subgroup",
 ]
 
 Group = dict[str, Any]
@@ -43,8 +43,8 @@ def normalise(params: Any) -> list[Group]:
         raise ValueError("the parameter list is empty: pass model.parameters() of a model that has parameters")
     kinds = {_kind(entry) for entry in entries}
     if len(kinds) > 1 or "other" in kinds:
-        found = ", ".join(sorted({torch.typename(entry) for entry in entries}))
-        raise TypeError(f"{_WANTED}, all of one kind; got elements of type {found}")
+        types = ", ".join(sorted({torch.typename(entry) for entry in entries}))
+        raise TypeError(f"{_WANTED}, all of one kind; got elements of type {types}")
     return [_group(entry) for entry in entries] if kinds == {"dict"} else [{"params": entries}]
 
 
@@ -70,20 +70,20 @@ def _group(entry: Group) -> Group:
     if "params" not in entry:
         raise ValueError(f'every parameter group needs the key "params"; one has only {sorted(map(str, entry))}')
     params = entry["params"]
-    # Sets and single tensors are left for torch to judge.
+    # Sets and single tensors are left as they are: torch raises its own errors for them, or accepts them.
     as_it_is = isinstance(params, (Tensor, set, frozenset)) or not isinstance(params, Iterable)
     return {**entry, "params": params if as_it_is else list(params)}
 
 
 def refuse_sparse(params: Iterable[Tensor]) -> None:
-    """Only dense parameters can be divided and sent."""
+    """Raise `ValueError` for sparse parameters: only dense ones can be divided and sent."""
     sparse = {param.type() for param in params if param.layout != torch.strided}
     if sparse:
         raise ValueError(f"only dense parameters can be sharded; got {', '.join(sorted(sparse))}: call .to_dense()")
 
 
 def all_params(groups: Sequence[Group]) -> list[Tensor]:
-    """All parameters in the order that numbers them."""
+    """All parameters, in the order of their indices."""
     return [param for group in groups for param in group["params"]]
 
 
@@ -98,32 +98,32 @@ def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:
         to_group.update(options(from_group))
 
 
-def share(group: Group, members: Sequence[int]) -> Group:
-    """A copy of `group` that holds only the parameters at `members`, positions in the group."""
-    found = {**group, "params": [group["params"][i] for i in members]}
+def subgroup(group: Group, positions: Sequence[int]) -> Group:
+    """A copy of `group` with only the parameters at these positions."""
+    part = {**group, "params": [group["params"][position] for position in positions]}
     if "param_names" in group:
-        found["param_names"] = [group["param_names"][i] for i in members]
-    return found
+        part["param_names"] = [group["param_names"][position] for position in positions]
+    return part
 
 
 def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
     """The specs of all parameters, each to be owned as a whole.
 
-    A parameter that a group lists twice is trainable at its first place only, so that it travels once.
+    A parameter that is listed twice is trainable at its first position only, so that it is sent once.
     """
-    ordinals, seen = _DeviceNames(), Counter[int]()
+    devices, seen = _DeviceNames(), Counter[int]()
     specs: list[ParamSpec] = []
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         names = group.get("param_names", ())
-        for place, param in enumerate(group["params"]):
+        for position, param in enumerate(group["params"]):
             seen[id(param)] += 1
             specs.append(
                 ParamSpec(
-                    name=names[place] if names else f"param.{len(specs)}",
+                    name=names[position] if names else f"param.{len(specs)}",
                     shape=tuple(param.shape),
                     dtype=str(param.dtype).removeprefix("torch."),
-                    device=ordinals.name(param.device),
-                    group=number,
+                    device=devices.name(param.device),
+                    group=group_index,
                     trainable=param.requires_grad and seen[id(param)] == 1,
                 )
             )
@@ -131,7 +131,7 @@ def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
 
 
 class _DeviceNames:
-    """Logical names of devices: the kind and the order of first use."""
+    """Logical names of devices: the device type and a number in the order of first use, as in `ParamSpec.device`."""
 
     def __init__(self) -> None:
         self._names: dict[torch.device, str] = {}
@@ -144,11 +144,11 @@ class _DeviceNames:
 
 
 def class_of(group: Group, default: OptimizerClass) -> OptimizerClass:
-    """The optimizer class of a group: the one it names, or the common one."""
-    found: OptimizerClass = group.get(CLASS_KEY, default)
-    return found
+    """The optimizer class of a group: the one it names, or the default."""
+    optimizer_class: OptimizerClass = group.get(CLASS_KEY, default)
+    return optimizer_class
 
 
 def own_options(group: Group) -> Group:
-    """The options of a group, without the class that reads them."""
+    """The options of a group for its optimizer class: without that class, the parameters and their names."""
     return {key: value for key, value in options(group).items() if key != CLASS_KEY}

@@ -1,4 +1,4 @@
-"""Where every element of every parameter lives: the one plan that everything else reads.
+"""Where every element of every parameter lives and which rank owns it: the plan that all other modules read.
 
 A *bucket* is a one-dimensional address space of one dtype and device. Its *slots* say where each parameter lies,
 its *cuts* where ownership changes from one rank to the next::
@@ -11,7 +11,7 @@ its *cuts* where ownership changes from one rank to the next::
 Here `w2` is *splittable* (a cut falls inside it) and the others may be *atomic* (no cut ever falls inside). Whole
 parameters, element ranges and any mixture of the two are the same type with different cuts.
 
-Nothing here holds a tensor or talks to a process group: a layout for thousands of ranks is built and tested in one
+Nothing here holds a tensor or needs a process group: a layout for thousands of ranks is built and tested in one
 process.
 
 =========== ==========================================================================================
@@ -30,13 +30,13 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-__all__ = ["Bucket", "Fragment", "Layout", "ParamSpec", "Slot", "Span"]
+__all__ = ["Bucket", "Fragment", "Layout", "ParamSpec", "Slot", "Span", "tile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Span:
         return Span(self.start + by, self.stop + by)
 
     def intersect(self, other: Span) -> Span:
-        """What both ranges cover; an empty range where they do not meet."""
+        """What both ranges cover; an empty range if they do not overlap."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -69,8 +69,8 @@ class Span:
 class ParamSpec:
     """A parameter without its tensor.
 
-    `device` is logical: the kind and the order of first use on this rank ("cuda:0" is the first CUDA device that the
-    parameters live on), so that ranks which use different cards of one host have equal specs.
+    `device` is logical: the device type and the order of first use on this rank ("cuda:0" is the first CUDA device
+    that the parameters live on), so that ranks which use different cards of one host have equal specs.
     """
 
     name: str
@@ -91,7 +91,7 @@ class ParamSpec:
 class Slot:
     """The place of one parameter, given by its index in `Layout.params`, in a bucket.
 
-    No cut can tell who owns a parameter without elements; its `keeper` does.
+    `keeper` is the rank that owns a parameter without elements, which no cut can show; 0 for all others.
     """
 
     param: int
@@ -188,9 +188,10 @@ class Layout:
                 raise ValueError(f"a cut falls inside the atomic parameter {spec.name!r}")
 
     @cached_property
-    def _places(self) -> tuple[tuple[int, Slot], ...]:
-        found = {slot.param: (index, slot) for index, bucket in enumerate(self.buckets) for slot in bucket.slots}
-        return tuple(found[param] for param in range(len(self.params)))
+    def _slots(self) -> tuple[tuple[int, Slot], ...]:
+        """For each parameter, the index of its bucket and its slot."""
+        slots = {slot.param: (index, slot) for index, bucket in enumerate(self.buckets) for slot in bucket.slots}
+        return tuple(slots[param] for param in range(len(self.params)))
 
     @cached_property
     def _indices(self) -> dict[str, int]:
@@ -201,21 +202,21 @@ class Layout:
         return self._indices[name]
 
     def place_of(self, param: int) -> tuple[int, Span]:
-        """The bucket that holds parameter `param`, and where."""
-        bucket, slot = self._places[param]
+        """The index of the bucket that holds parameter `param`, and its range there."""
+        bucket, slot = self._slots[param]
         return bucket, slot.span
 
     def owner_of(self, param: int) -> int:
         """The one rank that owns the whole of parameter `param`."""
-        bucket, slot = self._places[param]
+        bucket, slot = self._slots[param]
         ranks = self.buckets[bucket].ranks_of(slot)
         if len(ranks) != 1:
             raise ValueError(f"parameter {self.params[param].name!r} is divided among ranks {list(ranks)}")
         return ranks[0]
 
     def fragments_of(self, param: int) -> tuple[Fragment, ...]:
-        """Who owns which part of parameter `param`, in element order."""
-        bucket, slot = self._places[param]
+        """The parts of parameter `param` with their owners, in element order."""
+        bucket, slot = self._slots[param]
         return tuple(self._fragment(bucket, slot, rank) for rank in self.buckets[bucket].ranks_of(slot))
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
@@ -262,16 +263,25 @@ class Layout:
     def from_json(text: str) -> Layout:
         """The layout that `to_json` wrote; `ValueError` for any other text."""
         try:
-            found = json.loads(text)
-            params = tuple(_param(*entry) for entry in _list(found["params"]))
-            buckets = tuple(_bucket(entry, params) for entry in _list(found["buckets"]))
-            return Layout(_count(found["world_size"]), params, buckets)
+            entries = json.loads(text)
+            params = tuple(_param(*entry) for entry in _list(entries["params"]))
+            buckets = tuple(_bucket(entry, params) for entry in _list(entries["buckets"]))
+            return Layout(_count(entries["world_size"]), params, buckets)
         except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a layout: {error!r}") from error
 
     def digest(self) -> str:
-        """A SHA-256 over everything the layout says."""
+        """The SHA-256 of the layout's JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def tile(specs: Sequence[ParamSpec], order: Sequence[int], owners: Mapping[int, int] | None = None) -> tuple[Slot, ...]:
+    """Slots for the parameters in `order`, without gaps; `owners` gives the keepers of those without elements."""
+    sizes = [specs[index].numel for index in order]
+    return tuple(
+        Slot(index, Span(start, start + size), 0 if size or owners is None else owners[index])
+        for index, size, start in zip(order, sizes, accumulate(sizes, initial=0), strict=False)
+    )
 
 
 def _param(name: Any, shape: Any, *rest: Any) -> ParamSpec:
@@ -281,15 +291,13 @@ def _param(name: Any, shape: Any, *rest: Any) -> ParamSpec:
 
 
 def _bucket(entry: dict[str, Any], params: tuple[ParamSpec, ...]) -> Bucket:
-    slots, end, keepers = [], 0, iter(_list(entry["keepers"]))
-    for param in _list(entry["params"]):
-        size = params[_count(param)].numel
-        slots.append(Slot(param, Span(end, end + size), 0 if size else _count(next(keepers, None))))
-        end += size
+    keepers = iter(_list(entry["keepers"]))
+    order = [_count(param) for param in _list(entry["params"])]
+    owners = {param: _count(next(keepers, None)) for param in order if not params[param].numel}
     if next(keepers, None) is not None:
         raise ValueError("not a layout: more keepers than parameters without elements")
     cuts = tuple(_count(cut) for cut in _list(entry["cuts"]))
-    return Bucket(entry["dtype"], entry["device"], entry["trainable"], tuple(slots), cuts)
+    return Bucket(entry["dtype"], entry["device"], entry["trainable"], tile(params, order, owners), cuts)
 
 
 def _count(value: Any) -> int:

@@ -1,4 +1,8 @@
-"""From what the user asks for to groups with all their options, and a layout of their parameters."""
+"""Complete parameter groups and a layout for the sharded optimizer, from the user's classes, options and settings.
+
+Groups get all the options of their optimizer class from an instance that is thrown away. Whether a group's parameters
+may be cut comes from `probe`, what they cost from `cost`; `buckets` makes the layout.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ from zerostep.plan.groups import Group, OptimizerClass, all_params, class_of, ow
 from zerostep.plan.layout import Layout, ParamSpec
 from zerostep.plan.probe import is_elementwise, is_separable
 
-__all__ = ["LayoutPlanner", "Settings", "in_order"]
+__all__ = ["LayoutPlanner", "Settings", "model_positions"]
 
-# How many buckets of at least and at most how many bytes, as measured: few and small on the host, where messages are
-# slow; more and larger ones on an accelerator, where launches are.
+# Number of buckets, least and most bytes of one, as measured: few and small ones on the host, where messages are slow;
+# more and larger ones on an accelerator, where kernel launches are.
 _HOST_BUCKETS = (4, 1 << 20, 5 << 20)
 _ACCELERATOR_BUCKETS = (32, 25 << 20, 100 << 20)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the user wants it."""
+    """The user's choices for the sharded optimizer; see its arguments."""
 
     partition: Literal["auto", "elements", "parameters"] = "auto"
     reduction: Literal["scatter", "all"] = "scatter"
@@ -37,7 +41,7 @@ class Settings:
     bucket_mb: float | None = None
 
     def check(self) -> None:
-        """`ValueError` for a value that means nothing."""
+        """Raise `ValueError` for a value that is not allowed."""
         _one_of("partition", self.partition, ("auto", "elements", "parameters"))
         _one_of("reduction", self.reduction, ("scatter", "all"))
         _one_of("gather", self.gather, ("step", "forward"))
@@ -49,9 +53,9 @@ class Settings:
             raise ValueError(f"bucket_mb must be a positive number of megabytes, got {self.bucket_mb!r}")
 
 
-def in_order(params: Iterable[Tensor]) -> dict[Tensor, int]:
-    """The place of each parameter of a model."""
-    return {param: place for place, param in enumerate(params)}
+def model_positions(params: Iterable[Tensor]) -> dict[Tensor, int]:
+    """The position of each parameter in the order of the model."""
+    return {param: position for position, param in enumerate(params)}
 
 
 def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
@@ -61,66 +65,73 @@ def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class LayoutPlanner:
-    """The optimizer class that groups have if they name no other, its options, the settings, and the model's order.
+    """Completes parameter groups and plans their layout.
 
-    Groups divide parameters by what is done to them; backward comes by the place of each in the model.
+    `default_class` and its options `defaults` are for groups that name no class of their own. `positions` gives the
+    order of the model, which is the reverse of backward's; the order of the groups may be any other.
     """
 
     default_class: OptimizerClass
     defaults: Mapping[str, Any]
     settings: Settings
-    order: Mapping[Tensor, int] = field(default_factory=dict)
+    positions: Mapping[Tensor, int] = field(default_factory=dict)
 
     def complete(self, group: Group) -> Group:
-        """A group with the options that its class completes, from an optimizer that is thrown away."""
-        found = Optimizer([group], {}).param_groups[0]
-        kind = class_of(found, self.default_class)
-        if not callable(kind):
-            raise TypeError(f"optimizer_class must be an optimizer class, got {kind!r}")
-        trial = kind([{**own_options(found), "params": list(found["params"])}], **self._constructor(kind))
-        found.update(own_options(trial.param_groups[-1]))
-        if not is_separable(kind, self._constructor(kind), own_options(found)):
+        """The group with all options of its optimizer class, taken from an instance that is thrown away."""
+        complete = Optimizer([group], {}).param_groups[0]
+        optimizer_class = class_of(complete, self.default_class)
+        if not callable(optimizer_class):
+            raise TypeError(f"optimizer_class must be an optimizer class, got {optimizer_class!r}")
+        constructor_options = self._constructor_options(optimizer_class)
+        trial = optimizer_class([{**own_options(complete), "params": list(complete["params"])}], **constructor_options)
+        complete.update(own_options(trial.param_groups[-1]))
+        if not is_separable(optimizer_class, constructor_options, own_options(complete)):
+            name = getattr(optimizer_class, "__name__", optimizer_class)
             raise ValueError(
-                f"{getattr(kind, '__name__', kind)} looks at all parameters at once, so its work cannot be divided "
-                "among ranks with the same result: use it without sharding"
+                f"{name} looks at all parameters at once, so its work cannot be divided among ranks with the same "
+                "result: use it without sharding"
             )
-        return found
+        return complete
 
-    def plan(self, groups: Sequence[Group], world_size: int, first_group: int = 0, first_param: int = 0) -> Layout:
-        """A layout of complete groups, numbered from `first_group` on, with parameters from `first_param` on."""
+    def plan(self, groups: Sequence[Group], world_size: int, group_offset: int = 0, param_offset: int = 0) -> Layout:
+        """The layout of complete groups.
+
+        The offsets are the numbers of groups and parameters of an earlier layout that this one is to extend.
+        """
         specs, costs = list[ParamSpec](), list[Cost]()
-        for number, group in enumerate(groups, start=first_group):
-            known = self._specs(group, number, first_param + len(specs))
-            kind = class_of(group, self.default_class)
-            model = CostModel(kind, self._constructor(kind), own_options(group))
-            specs += known
-            costs += [model.of(spec) for spec in known]
+        for group_index, group in enumerate(groups, start=group_offset):
+            group_specs = self._specs(group, group_index, param_offset + len(specs))
+            optimizer_class = class_of(group, self.default_class)
+            cost_model = CostModel(optimizer_class, self._constructor_options(optimizer_class), own_options(group))
+            specs += group_specs
+            costs += [cost_model.of(spec) for spec in group_specs]
         params = all_params(groups)
-        sizes = [param.element_size() for param in params]
-        behind = len(self.order)
-        places = [self.order.get(param, behind + number) for number, param in enumerate(params)]
-        return fill(specs, world_size, self._bucket_bytes(specs, sizes), sizes, costs, places)
+        itemsizes = [param.element_size() for param in params]
+        # Parameters that the model does not list come behind all others.
+        end = len(self.positions)
+        positions = [self.positions.get(param, end + index) for index, param in enumerate(params)]
+        return fill(specs, world_size, self._bucket_bytes(specs, itemsizes), itemsizes, costs, positions)
 
-    def _bucket_bytes(self, specs: Sequence[ParamSpec], sizes: Sequence[int]) -> int:
+    def _bucket_bytes(self, specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> int:
         if self.settings.bucket_mb is not None:
             return max(1, int(self.settings.bucket_mb * 2**20))
-        total = sum(spec.numel * size for spec, size in zip(specs, sizes, strict=True) if spec.trainable)
+        total = sum(spec.numel * size for spec, size in zip(specs, itemsizes, strict=True) if spec.trainable)
         on_host = all(spec.device.startswith("cpu") for spec in specs)
         count, least, most = _HOST_BUCKETS if on_host else _ACCELERATOR_BUCKETS
         return min(max(total // count, least), most)
 
-    def _specs(self, group: Group, number: int, first: int) -> list[ParamSpec]:
-        splittable = self._splits(class_of(group, self.default_class), own_options(group))
-        found = [replace(spec, splittable=splittable, group=number) for spec in param_specs([group])]
+    def _specs(self, group: Group, group_index: int, first_index: int) -> list[ParamSpec]:
+        splittable = self._is_splittable(class_of(group, self.default_class), own_options(group))
+        specs = [replace(spec, splittable=splittable, group=group_index) for spec in param_specs([group])]
         if "param_names" in group:
-            return found
-        return [replace(spec, name=f"param.{first + place}") for place, spec in enumerate(found)]
+            return specs
+        return [replace(spec, name=f"param.{index}") for index, spec in enumerate(specs, start=first_index)]
 
-    def _splits(self, kind: OptimizerClass, options: Group) -> bool:
+    def _is_splittable(self, optimizer_class: OptimizerClass, group_options: Group) -> bool:
         if self.settings.partition == "auto":
-            return is_elementwise(kind, self._constructor(kind), options)
+            return is_elementwise(optimizer_class, self._constructor_options(optimizer_class), group_options)
         return self.settings.partition == "elements"
 
-    def _constructor(self, kind: OptimizerClass) -> Mapping[str, Any]:
-        """What the constructor of a class is given beside its groups."""
-        return self.defaults if kind is self.default_class else {}
+    def _constructor_options(self, optimizer_class: OptimizerClass) -> Mapping[str, Any]:
+        """The keyword arguments for the constructor of a class: the defaults belong to the default class alone."""
+        return self.defaults if optimizer_class is self.default_class else {}

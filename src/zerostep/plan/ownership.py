@@ -1,4 +1,4 @@
-"""Who owns which parameter of an optimizer's groups, and whether the parameters are still what was planned."""
+"""The owner of each parameter of an optimizer's groups, and checks that the parameters have not changed since."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zerostep.plan.groups import Group, all_params, param_specs, share
+from zerostep.plan.groups import Group, all_params, param_specs, subgroup
 from zerostep.plan.layout import Layout
 from zerostep.plan.partition import plan
 
@@ -16,7 +16,7 @@ __all__ = ["Ownership"]
 
 
 class Ownership:
-    """A layout of whole parameters, and the tensors that it speaks of."""
+    """A layout of whole parameters, together with their tensors."""
 
     def __init__(self, groups: Sequence[Group], world_size: int, in_order: bool = False) -> None:
         self._groups = [dict(group) for group in groups]
@@ -29,11 +29,11 @@ class Ownership:
 
     @cached_property
     def index_of(self) -> dict[Tensor, int]:
-        """The number of each parameter; the first one if a group lists it twice."""
-        found: dict[Tensor, int] = {}
+        """The index of each parameter; the first one if it is listed twice."""
+        indices: dict[Tensor, int] = {}
         for index, param in enumerate(self.params):
-            found.setdefault(param, index)
-        return found
+            indices.setdefault(param, index)
+        return indices
 
     @cached_property
     def rank_of(self) -> dict[Tensor, int]:
@@ -42,7 +42,7 @@ class Ownership:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that two ranks share only if they would send the same parameters in the same messages."""
+        """A number that is equal on two ranks only if they would send the same parameters in the same messages."""
         return int(self.layout.digest()[:15], 16)
 
     def owned(self, rank: int) -> list[Tensor]:
@@ -50,16 +50,15 @@ class Ownership:
         return [param for param, owner in self.rank_of.items() if owner == rank and param.requires_grad]
 
     def share(self, rank: int) -> list[Group]:
-        """The groups, each with the parameters that `rank` owns, in the order in which they were assigned."""
-        return [share(group, self._places(group["params"], rank)) for group in self._groups]
+        """The groups, each with the parameters that `rank` owns, the largest first."""
+        return [subgroup(group, self._owned_positions(group["params"], rank)) for group in self._groups]
 
-    def _places(self, params: Sequence[Tensor], rank: int) -> list[int]:
-        ranks = self.rank_of
-        mine = [place for place, param in enumerate(params) if ranks[param] == rank]
-        return sorted(mine, key=lambda place: -params[place].numel())
+    def _owned_positions(self, params: Sequence[Tensor], rank: int) -> list[int]:
+        owned = [position for position, param in enumerate(params) if self.rank_of[param] == rank]
+        return sorted(owned, key=lambda position: -params[position].numel())
 
     def trainability_changed(self) -> bool:
-        """Whether `requires_grad` of some parameter is no longer what it was."""
+        """Whether `requires_grad` of some parameter has changed."""
         return any(param.requires_grad != was for param, was in zip(self.params, self._trainable, strict=True))
 
     def moved(self) -> bool:
@@ -68,7 +67,10 @@ class Ownership:
         return any(param.dtype is not dtype or param.device != device for param, dtype, device in now)
 
     def check_shapes(self) -> None:
-        """A parameter that changes its size would change owners, and leave its state behind."""
+        """Raise `ValueError` if a parameter has another shape than at first.
+
+        With another size it would change owners, and its state would stay with the old one.
+        """
         for index, (param, shape) in enumerate(zip(self.params, self._shapes, strict=True)):
             if param.shape != shape:
                 raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.tools.planner.memory import Memory, TrainingJob, replicated, sharded, whole_parameters
 
 __all__ = ["CHOICES", "SETTINGS", "Choice", "ClassParams", "parts", "predicted"]
@@ -69,8 +69,8 @@ def groups(choice: Choice, model: nn.Module) -> list[dict[str, Any]]:
 
 def predicted(choice: Choice, model: nn.Module, ranks: int, on_host: bool) -> list[list[Memory]]:
     """What the planner says of plain DDP, the drop-in and `ShardedOptimizer`, for each rank."""
-    order = in_order(model.parameters())
-    planner = LayoutPlanner(choice.common, choice.options, SETTINGS, order)
+    positions = model_positions(model.parameters())
+    planner = LayoutPlanner(choice.common, choice.options, SETTINGS, positions)
     complete = [planner.complete(group) for group in groups(choice, model)]
     job = TrainingJob(
         planner,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zerostep.plan.groups import Group, OptimizerClass, class_of, own_options
 from zerostep.plan.layout import ParamSpec
-from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.tools.planner.errors import PlanError
 from zerostep.tools.planner.sources import Source, resolve
 
@@ -53,8 +53,8 @@ class Recipe:
 
     def planner(self, settings: Settings, source: Source, device: str) -> LayoutPlanner:
         """The product's own planning, as if the parameters lay on `device`."""
-        order = in_order(param for _, param in source.params)
-        return _Placed(self.common.build, dict(self.common.options), settings, order, device)
+        positions = model_positions(param for _, param in source.params)
+        return _Placed(self.common.build, dict(self.common.options), settings, positions, device)
 
     def groups(self, source: Source, planner: LayoutPlanner) -> list[Group]:
         """Parameter groups with all their options, from optimizers that are thrown away."""

@@ -1,0 +1,224 @@
+"""Trial runs of an optimizer on small CPU tensors: does an update depend on where parameters are cut or held?
+
+A trial compares replicas of the same elements: in one, a single instance of the optimizer holds whole parameters; in
+the other, several instances hold the same elements as several ranks would. Equal means equal in every bit, so an
+optimizer whose kernels round differently at the end of a tensor counts as coupling its elements.
+
+A trial cannot see what its few steps do not do, such as a change of rule after a hundred of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["COUPLES_PARAMETERS", "PARAMETER_TRIALS", "Build", "element_coupling", "parameter_coupling"]
+
+Build = Callable[[Sequence[Tensor]], Optimizer]
+"""Makes an instance of the optimizer under trial that holds these leaves."""
+
+COUPLES_PARAMETERS = "couples parameters"
+_DRAWS = "draws random numbers"
+
+_Division = Sequence[Sequence[tuple[int, ...]]]
+"""For each instance of an optimizer, the shapes of its leaves; the elements lie in this order."""
+
+_State = list[tuple[Tensor, Mapping[Any, Any]]]
+"""Every leaf with its state."""
+
+_SMALL = ((6, 8), (7,), (4, 3, 3, 3), (8, 8), (3,))
+_MATRICES = tuple(shape for shape in _SMALL if len(shape) == 2)
+# The last is for rules that hold from a certain size on: factored moments (128 rows and columns), quantised state (4096
+# elements, in blocks of 256).
+_SHAPES = (*_SMALL, (128, 160))
+_PIECES: _Division = (((29,), (1,)), ((140,), (5003,)), ((8009,), (7528,)))
+_WITHOUT_GRADIENT = slice(48, 55)  # all of the second shape
+
+PARAMETER_TRIALS = ((_SMALL, False), (_MATRICES, False), (_MATRICES, True))
+"""Shapes, and whether `step` gets a closure: to be tried in turn, since not every optimizer takes all shapes."""
+
+# For each step: the size of the gradients, by how many powers of ten they grow from the first element to the last, and
+# the learning rate. The first has the user's, which may be too small to show anything, as at the start of a warm-up.
+# Large gradients come late, because the updates after them are too small to show in the parameters.
+_SCHEDULE = (
+    (1.0, 0, None),
+    (1e-3, 0, 0.1),
+    (1e-2, 10, 0.02),
+    (1e-7, 0, 0.5),
+    (1e-2, -10, 0.03),
+    (10.0, 0, 0.3),
+    (1e4, 0, 0.01),
+)
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Run on the CPU whatever the default device, without compiling, and restore torch's random state."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@_isolated()
+def element_coupling(build: Build) -> str | None:
+    """Why parameters may not be cut under this optimizer; `None` if every element is updated by itself.
+
+    Raises whatever the optimizer raises.
+    """
+    before = torch.get_rng_state()
+    whole, pieces = _Replica(build, [_SHAPES]), _Replica(build, _PIECES)
+    for step in [*_steps(whole.memory), _overflow(whole.memory)]:
+        whole.step(step)
+        pieces.step(step)
+        # Compare with the memory, not the leaves, of the pieces: leaves are to share the parameters' memory, so an
+        # optimizer that binds them to other memory would update nothing.
+        if not _same(whole.values(), pieces.memory):
+            return "updates parameters differently when they are cut"
+        if not _same_state(whole.state(), pieces.state()):
+            return "keeps state that depends on where parameters are cut"
+    _run_bfloat16(build)
+    return _DRAWS if _has_drawn(before) else None
+
+
+@_isolated()
+def parameter_coupling(build: Build, shapes: Sequence[tuple[int, ...]], with_closure: bool) -> str | None:
+    """Why instances with one parameter each differ from one instance with all; `None` if they do not.
+
+    Raises whatever the optimizer raises.
+    """
+    before = torch.get_rng_state()
+    together, apart = _Replica(build, [shapes]), _Replica(build, [[shape] for shape in shapes])
+    for step in _steps(together.memory):
+        together.step(step, with_closure)
+        apart.step(step, with_closure)
+        if not _same(together.values(), apart.values()):
+            return _DRAWS if _has_drawn(before) else COUPLES_PARAMETERS
+    return None
+
+
+def _run_bfloat16(build: Build) -> None:
+    """Run a few steps on bfloat16, for optimizers that draw random numbers to round to narrow dtypes."""
+    with suppress(Exception):  # not every optimizer takes every dtype
+        whole = _Replica(build, [_SMALL], torch.bfloat16)
+        for step in _steps(whole.memory):
+            whole.step(step)
+
+
+def _has_drawn(before: Tensor) -> bool:
+    return not torch.equal(before, torch.get_rng_state())
+
+
+class _Step(NamedTuple):
+    """One step: a gradient for all elements, and the learning rate unless it is the user's."""
+
+    gradient: Tensor
+    rate: float | None = None
+
+
+def _steps(elements: Tensor) -> list[_Step]:
+    generator, along = torch.Generator().manual_seed(1), torch.linspace(-0.5, 0.5, elements.numel())
+    steps = []
+    for size, growth, rate in _SCHEDULE:
+        gradient = size * 10 ** (growth * along) * _noise(elements, generator)
+        steps.append(_Step(gradient.to(elements.dtype), rate))
+    steps[1].gradient[_WITHOUT_GRADIENT] = 0
+    return steps
+
+
+def _overflow(elements: Tensor) -> _Step:
+    gradient = _noise(elements, torch.Generator().manual_seed(2))
+    gradient[3], gradient[600] = math.inf, math.nan
+    return _Step(gradient)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers of both signs and of very different size."""
+    normal, size = torch.randn(2, like.numel(), generator=generator)
+    return (normal * torch.exp(2 * size)).to(like.dtype)
+
+
+class _Replica:
+    """The elements of a trial in one division, each instance of the optimizer with its leaves."""
+
+    def __init__(self, build: Build, division: _Division, dtype: torch.dtype = torch.float32) -> None:
+        self._division = division
+        count = sum(math.prod(shape) for shapes in division for shape in shapes)
+        self.memory = _noise(torch.empty(count, dtype=dtype), torch.Generator().manual_seed(0))
+        self._leaves = [[nn.Parameter(part) for part in parts] for parts in _cut(self.memory, division)]
+        self._optimizers = [build(leaves) for leaves in self._leaves]
+
+    def step(self, step: _Step, with_closure: bool = False) -> None:
+        """One step of every instance."""
+        # Optimizers may change gradients in place, so every replica has a copy.
+        gradients = _cut(step.gradient.clone(), self._division)
+        for optimizer, leaves, parts in zip(self._optimizers, self._leaves, gradients, strict=True):
+            for leaf, part in zip(leaves, parts, strict=True):
+                leaf.grad = part
+            _set_rate(optimizer, step.rate)
+            closure = [partial(_evaluate, leaves, parts)] if with_closure else []
+            optimizer.step(*closure)
+
+    def values(self) -> Tensor:
+        """All elements, as the leaves have them."""
+        return torch.cat([leaf.detach().reshape(-1) for leaves in self._leaves for leaf in leaves])
+
+    def state(self) -> _State:
+        """Every leaf with its state."""
+        pairs = zip(self._optimizers, self._leaves, strict=True)
+        return [(leaf, optimizer.state.get(leaf, {})) for optimizer, leaves in pairs for leaf in leaves]
+
+
+def _cut(memory: Tensor, division: _Division) -> list[list[Tensor]]:
+    parts = iter(memory.split([math.prod(shape) for shapes in division for shape in shapes]))
+    return [[next(parts).view(shape) for shape in shapes] for shapes in division]
+
+
+def _evaluate(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
+    """A closure whose gradients depend on the parameters, so that calls at different points differ."""
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient + 0.1 * leaf.detach()
+    return torch.tensor(1.0)
+
+
+def _set_rate(optimizer: Optimizer, rate: float | None) -> None:
+    for group in optimizer.param_groups:
+        present = group.get("lr")
+        if rate is not None and present is not None:
+            group["lr"] = torch.full_like(present, rate) if isinstance(present, Tensor) else rate
+
+
+def _same_state(whole: _State, pieces: _State) -> bool:
+    """Whether every entry is either one value per element, or one and the same value for all leaves."""
+    names = set(whole[0][1])
+    if any(set(entry) != names for _, entry in whole + pieces):
+        return False
+    return all(_same_entry(name, whole, pieces) for name in names)
+
+
+def _same_entry(name: Any, whole: _State, pieces: _State) -> bool:
+    if all(_is_like(entry[name], leaf) for leaf, entry in whole + pieces):
+        a, b = (torch.cat([entry[name].reshape(-1) for _, entry in state]) for state in (whole, pieces))
+        return _same(a, b)
+    return all(_same(whole[0][1][name], entry[name]) for _, entry in whole + pieces)
+
+
+def _is_like(value: Any, leaf: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == leaf.shape
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype is b.dtype and torch.equal(_bits(a), _bits(b))
+    return repr(a) == repr(b)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """One byte pattern per number: 0.0 and -0.0 differ, all NaNs are one."""
+    flat = tensor.detach().reshape(-1)
+    return (flat.masked_fill(flat.isnan(), math.nan) if flat.is_floating_point() else flat).view(torch.uint8)
