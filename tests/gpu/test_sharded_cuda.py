@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from tests.pool import Pool
-from tests.reference import assert_same_bits, assert_same_state_dict
+from tests.helpers.pool import Pool
+from tests.helpers.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ShardedOptimizer
 from zerostep.comm.exchange import StreamExchange
 from zerostep.comm.transport import GroupTransport, Transfer
