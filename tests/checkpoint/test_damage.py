@@ -1,51 +1,30 @@
-"""Checkpoints that are damaged, and saves that fail: one kind of error on every rank, and nothing half done."""
+"""Damaged checkpoints are refused with one kind of error on every rank, and nothing is half loaded."""
 
-import errno
 import os
 import pickle
-import resource
 import shutil
 import struct
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 
 import zerostep
-from tests.helpers.checkpoints import (
-    KINDS,
-    Body,
-    advance,
-    assert_trained,
-    edit,
-    make,
-    sign_files,
-    snapshot,
-    whole_state,
-    with_header,
-)
-from tests.helpers.pool import Pool, run_fresh
+from tests.helpers.checkpoints import Body, advance, assert_trained, edit, make, sign_files, snapshot, with_header
+from tests.helpers.pool import Pool
 from tests.helpers.reference import assert_same_state_dict
 from zerostep import CheckpointError
-from zerostep.checkpoint import tensor_file
-from zerostep.comm.background import PendingSave
 
-EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 STEPS = 3  # of the good checkpoint
 FIRST, SECOND, MANIFEST = "rank-0.safetensors", "rank-1.safetensors", "manifest.json"
 
 Damage = Callable[[Path], object]
+
 
 # What a damaged checkpoint looks like.
 
@@ -256,6 +235,7 @@ def _torch_file(payload: Payload) -> bytes:
 
 # Loading them.
 
+
 Report = list[tuple[str, str]]
 
 
@@ -343,194 +323,6 @@ def test_a_pickle_offered_as_a_checkpoint_is_never_run(pool: Pool, tmp_path: Pat
     assert mark.is_dir()
 
 
-# Saves that fail.
-
-
-def _names(group: ProcessGroup, root: Path) -> list[str]:
-    """What is in a directory when all ranks are through with it."""
-    dist.barrier(group)
-    return sorted(os.listdir(root))
-
-
-@contextmanager
-def _failing_writes(here: bool, code: int = errno.EIO) -> Iterator[None]:
-    """The disk of this rank fails in the middle of its file."""
-
-    def fail(file: Any, piece: memoryview) -> None:
-        file.write(piece[: len(piece) // 2])
-        raise OSError(code, os.strerror(code))
-
-    with mock.patch.object(tensor_file, "_write_all", fail) if here else ExitStack():
-        yield
-
-
-@contextmanager
-def _small_files(here: bool) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-FAILURES: dict[str, Callable[[bool], Any]] = {
-    "eio": _failing_writes,
-    "full": lambda here: _failing_writes(here, errno.ENOSPC),
-    "limit": _small_files,
-}
-
-
-def _one_rank_fails(group: ProcessGroup, kind: str, root: Path, victim: int, how: str) -> str:
-    model, optimizer = make(group, kind)
-    advance(model, optimizer, 1)
-    zerostep.save(root / "step-1", optimizer, model)
-    advance(model, optimizer, 2)
-    with FAILURES[how](optimizer.rank == victim), pytest.raises(CheckpointError) as caught:
-        zerostep.save(root / "step-2", optimizer, model, keep=2)
-    assert _names(group, root) == ["step-1"]
-    advance(model, optimizer, 3)
-    zerostep.save(root / "step-2", optimizer, model)
-    advance(model, optimizer, 4)
-    assert zerostep.load(root / "step-1", optimizer, model).step == 1
-    assert_trained(model, optimizer, 1)
-    zerostep.load(root / "step-2", optimizer, model)
-    assert_trained(model, optimizer, 3)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("how", FAILURES)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_disk_that_fails_on_one_rank_fails_the_save_of_all(pool: Pool, tmp_path: Path, how: str, victim: int) -> None:
-    for kind in KINDS:
-        texts = pool.run(_one_rank_fails, 2, kind, tmp_path / kind, victim, how)
-        assert all("step-2 could not be written" in text and "save again" in text for text in texts), texts
-
-
-@contextmanager
-def _mounted(path: Path, options: str) -> Iterator[None]:
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
-def _refused_save(group: ProcessGroup, root: Path) -> tuple[str, list[str]]:
-    model, optimizer = make(group, "sharded")
-    advance(model, optimizer, 1)
-    with pytest.raises(CheckpointError) as caught:
-        zerostep.save(root / "step-1", optimizer, model)
-    return str(caught.value), _names(group, root)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs tmpfs")
-@pytest.mark.parametrize(("options", "story"), [("size=24k", "No space left"), ("ro", "Read-only")])
-def test_a_full_or_read_only_disk_leaves_nothing_behind(pool: Pool, tmp_path: Path, options: str, story: str) -> None:
-    with _mounted(tmp_path / "disk", options):
-        for text, names in pool.run(_refused_save, 2, tmp_path / "disk"):
-            assert story in text
-            assert not names
-
-
-def _twice(group: ProcessGroup, root: Path) -> None:
-    model, optimizer = make(group, "zero")
-    advance(model, optimizer, 1)
-    zerostep.save(root / "one", optimizer, model)
-    advance(model, optimizer, 2)
-    for wait in (True, False):
-        with pytest.raises(CheckpointError, match="one exists already"):
-            found = zerostep.save(root / "one", optimizer, model, wait=wait)
-            assert found is not None
-            found.wait()
-    assert _names(group, root) == ["one"]
-    zerostep.load(root / "one", optimizer, model)
-    assert_trained(model, optimizer, 1)
-
-
-def test_a_second_save_into_one_path_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(_twice, 2, tmp_path)
-
-
-def _queued(group: ProcessGroup, kind: str, root: Path) -> None:
-    """The first save is held back until the second waits for it; training goes on between them."""
-    model, optimizer = make(group, kind)
-    gate, write, join = threading.Event(), tensor_file._write_all, PendingSave.join
-
-    def late(file: Any, piece: memoryview) -> None:
-        assert gate.wait(30)
-        write(file, piece)
-
-    def opening(pending: PendingSave) -> None:
-        gate.set()
-        join(pending)
-
-    advance(model, optimizer, 1)
-    with mock.patch.object(tensor_file, "_write_all", late), mock.patch.object(PendingSave, "join", opening):
-        first = zerostep.save(root / "first", optimizer, model, wait=False)
-        assert first is not None
-        advance(model, optimizer, 2)
-        assert not first.done
-        assert not (root / "first").exists()
-        second = zerostep.save(root / "second", optimizer, model, wait=False)
-        assert second is not None
-        assert first.done
-        advance(model, optimizer, 3)
-        second.wait()
-    assert _names(group, root) == ["first", "second"]
-    for name, steps in (("first", 1), ("second", 2)):
-        zerostep.load(root / name, optimizer, model)
-        assert_trained(model, optimizer, steps)
-
-
-@EACH_KIND
-def test_a_save_waits_for_the_one_before_and_they_never_mix(pool: Pool, tmp_path: Path, kind: str) -> None:
-    pool.run(_queued, 2, kind, tmp_path)
-
-
-def _fails_in_background(group: ProcessGroup, kind: str, root: Path, then: str) -> str:
-    model, optimizer = make(group, kind)
-    advance(model, optimizer, 1)
-    zerostep.save(root / "step-1", optimizer, model)
-    with _failing_writes(optimizer.rank == 1):
-        pending = zerostep.save(root / "step-1b", optimizer, model, wait=False)
-        assert pending is not None
-        pending._thread.join(30)
-    before = snapshot(model, optimizer)["state"]
-    with pytest.raises((CheckpointError, RuntimeError), match="could not be written") as caught:
-        if then == "step":
-            advance(model, optimizer, 2)
-        else:
-            zerostep.save(root / "step-2", optimizer, model)
-    assert_same_state_dict({"state": snapshot(model, optimizer)["state"]}, {"state": before})
-    assert _names(group, root) == ["step-1"]
-    _goes_on(group, model, optimizer, root)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def _goes_on(group: ProcessGroup, model: nn.Module, optimizer: Any, root: Path) -> None:
-    zerostep.load(root / "step-1", optimizer, model)
-    advance(model, optimizer, 2)
-    assert_trained(model, optimizer, 2)
-    zerostep.save(root / "step-2", optimizer, model)
-    assert _names(group, root) == ["step-1", "step-2"]
-
-
-@EACH_KIND
-@pytest.mark.parametrize("then", ["step", "save"])
-def test_a_failure_in_the_background_ends_the_next_step_or_save_of_all(
-    pool: Pool, tmp_path: Path, kind: str, then: str
-) -> None:
-    texts = pool.run(_fails_in_background, 2, kind, tmp_path, then)
-    assert all("Input/output error" in text and "intact" in text for text in texts), texts
-    if kind != "overlap" or then == "save":  # autograd makes errors of hooks its own
-        assert all(text.startswith("CheckpointError") for text in texts), texts
-
-
 # Ranks that see different directories.
 
 
@@ -566,75 +358,3 @@ def test_ranks_that_see_different_checkpoints_all_raise(pool: Pool, tmp_path: Pa
             assert "none" in latest[1]
             assert load[0] == "CheckpointError"
             assert "empty/last" in load[1]
-
-
-# Nothing is unpickled.
-
-
-class Unpickling:
-    """Counts what pickle does while it is armed. An audit hook is for the life of a process."""
-
-    def __init__(self) -> None:
-        self.armed, self.events = False, list[str]()
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.armed and event == "pickle.find_class":
-            self.events.append(f"{event} {args}")
-
-    def during(self, work: Callable[[], object]) -> list[str]:
-        """What happens while `work` runs; also loads that find no class."""
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            self.events.append("pickle.loads")
-            raise AssertionError("something is unpickled")
-
-        self.events.clear()
-        self.armed = True
-        try:
-            with (
-                mock.patch.object(pickle, "loads", refuse),
-                mock.patch.object(pickle, "load", refuse),
-                mock.patch.object(dist.distributed_c10d, "_unpickler", refuse),
-            ):
-                work()
-        finally:
-            self.armed = False
-        return list(self.events)
-
-
-def _audited(group: ProcessGroup, root: Path) -> dict[str, list[str]]:
-    unpickling = Unpickling()
-    report = {}
-    for kind in KINDS:
-        model, optimizer = make(group, kind)
-
-        def life(kind: str = kind, model: nn.Module = model, optimizer: Any = optimizer) -> None:
-            advance(model, optimizer, 1)
-            zerostep.save(root / kind / "one", optimizer, model, extra=[1])
-            advance(model, optimizer, 2)
-            pending = zerostep.save(root / kind / "two", optimizer, model, wait=False, keep=2)
-            assert pending is not None
-            advance(model, optimizer, 3)
-            pending.wait()
-            found = zerostep.latest(root / kind, group)
-            assert found == root / kind / "two"
-            zerostep.load(found, optimizer, model)
-            assert_same_state_dict(whole_state(optimizer), whole_state(optimizer))
-
-        report[kind] = unpickling.during(life)
-        assert_trained(model, optimizer, 2)
-    raw = pickle.dumps(nn.Module)
-    report["control"] = unpickling.during(lambda: pickle.Unpickler(BytesIO(raw)).load())  # noqa: S301
-    with pytest.raises(AssertionError, match="something is unpickled"):
-        unpickling.during(lambda: dist.all_gather_object([None, None], 1, group=group))
-    return report
-
-
-def test_no_save_load_step_or_consolidation_unpickles_anything(tmp_path: Path) -> None:
-    for outcome in run_fresh(_audited, 2, tmp_path):
-        assert outcome.error is None, outcome.error
-        control = outcome.result.pop("control")
-        assert len(control) == 1
-        assert "Module" in control[0]
-        assert outcome.result == {kind: [] for kind in KINDS}

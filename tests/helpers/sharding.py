@@ -20,6 +20,7 @@ Values = dict[str, Tensor]
 
 SMALL_BUCKETS = 0.0003  # megabytes: the models here have several buckets
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
 def sharded(
@@ -35,6 +36,13 @@ def sharded(
 def in_ddp(group: ProcessGroup, model: nn.Module, **options: Any) -> DDP:
     """A module in DDP, in small buckets."""
     return DDP(model, process_group=group, **{"bucket_cap_mb": SMALL_BUCKETS, **options})
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model with the same parameters on every rank and in every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return make()
 
 
 def series(group: ProcessGroup, count: int, model: str = "mlp", seed: int = 7) -> list[Batch]:
@@ -112,6 +120,7 @@ def _sum_in_rank_order(group: ProcessGroup, grads: list[Tensor]) -> None:
 # Two sides of a comparison.
 
 WAYS = ("bare scatter", "bare all", "wrapped scatter", "wrapped all")
+SCATTERED = [way for way in WAYS if "scatter" in way]
 Loop = Callable[[nn.Module, Any, list[Batch]], object]
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import SGD, AdamW, Optimizer
 
 import zerostep
-from tests.checkpoint.test_save_load import SETUPS, WAYS, Odd, Pair, Setup, whole
+from tests.helpers.checkpoint_setups import SETUPS, WAYS, Odd, Pair, Setup, whole
 from tests.helpers.pool import Pool
 from tests.helpers.reference import assert_same_bits, assert_same_state_dict, batches, train
 from tests.helpers.sharding import in_ddp, values

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.plan.test_buckets_properties import layouts
+from tests.helpers.layouts import layouts
 from zerostep.memory.leaf import Leaf, split
 from zerostep.memory.shard import Shard
 from zerostep.plan.layout import Layout, Span

@@ -16,12 +16,11 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.pool import Pool, RankError
 from tests.helpers.reference import Batch, batches, build, difference
-from tests.helpers.sharding import Contest, backward, sharded
+from tests.helpers.sharding import MOMENTUM, Contest, backward, sharded
 from zerostep import ShardedOptimizer
 
 LENGTHS = (8, 2, 4, 0)
 BUCKET_MB = 0.0003
-MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 
 
 def _inputs(world: int) -> list[list[Batch]]:

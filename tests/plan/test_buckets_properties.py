@@ -1,3 +1,5 @@
+"""Properties of `fill` and `extend` for any parameters, world size and bucket size."""
+
 import dataclasses
 from collections import defaultdict
 from itertools import pairwise
@@ -5,46 +7,24 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.layouts import (
+    BUCKET_BYTES,
+    ITEMSIZES,
+    LONG,
+    STATE_BYTES,
+    WORLD_SIZES,
+    fill_layout,
+    layouts,
+    spec_lists,
+)
 from zerostep.plan.buckets import Cost, extend, fill, padded_size
 from zerostep.plan.layout import Layout, ParamSpec
 
 patient = settings(deadline=None)
 
-_WORLDS = st.integers(1, 9)
-_ITEMSIZES = {"float32": 4, "bfloat16": 2}
-_BYTES = st.sampled_from([1, 40, 200, 1 << 20])
-# Per element, as all parameters under one optimizer have it.
-_STATE, _LONG = 8, 16_384
-
-
-@st.composite
-def spec_lists(draw: st.DrawFn, largest: int = 60) -> list[ParamSpec]:
-    """Atomic and splittable, trained and frozen, several dtypes, devices and groups, some without elements."""
-    sizes = draw(st.lists(st.integers(0, largest), max_size=16))
-    return [
-        ParamSpec(
-            name=f"p{place}",
-            shape=(size,),
-            dtype=draw(st.sampled_from(sorted(_ITEMSIZES))),
-            device=draw(st.sampled_from(["cpu:0", "cuda:0"])),
-            group=draw(st.integers(0, 2)),
-            splittable=draw(st.booleans()),
-            trainable=draw(st.integers(0, 3)) > 0,
-        )
-        for place, size in enumerate(sizes)
-    ]
-
-
-def _fill(specs: list[ParamSpec], world_size: int, bucket_bytes: int = 1 << 20) -> Layout:
-    costs = [Cost(_STATE * spec.numel, work=spec.numel**2 * (not spec.splittable)) for spec in specs]
-    return fill(specs, world_size, bucket_bytes, [_ITEMSIZES[spec.dtype] for spec in specs], costs)
-
-
-layouts = st.builds(_fill, spec_lists(), _WORLDS, _BYTES)
-
 
 def _bytes(spec: ParamSpec) -> int:
-    return spec.numel * _ITEMSIZES[spec.dtype]
+    return spec.numel * ITEMSIZES[spec.dtype]
 
 
 def _odd(spec: ParamSpec) -> bool:
@@ -110,10 +90,10 @@ def test_buckets_come_as_their_gradients_do_and_frozen_ones_last(layout: Layout)
 
 
 @patient
-@given(spec_lists(), _WORLDS, _BYTES)
+@given(spec_lists(), WORLD_SIZES, BUCKET_BYTES)
 def test_buckets_are_full_but_not_too_full(specs: list[ParamSpec], world_size: int, bucket_bytes: int) -> None:
     sizes = [_bytes(spec) for spec in specs]
-    for buckets in _kinds(_fill(specs, world_size, bucket_bytes), bucket_bytes):
+    for buckets in _kinds(fill_layout(specs, world_size, bucket_bytes), bucket_bytes):
         filled = [sum(sizes[index] for index in members) for members in buckets]
         if sum(filled) <= bucket_bytes:
             assert len(buckets) == 1
@@ -150,19 +130,19 @@ def test_only_odd_sizes_lie_where_fast_kernels_do_not_like_them(layout: Layout) 
     for bucket in layout.buckets:
         for slot in bucket.slots:
             spec = layout.params[slot.param]
-            assert _odd(spec) or slot.span.start * _ITEMSIZES[spec.dtype] % 16 == 0
+            assert _odd(spec) or slot.span.start * ITEMSIZES[spec.dtype] % 16 == 0
 
 
 @patient
-@given(st.lists(st.integers(0, 200_000), max_size=8), _WORLDS, _BYTES, st.data())
+@given(st.lists(st.integers(0, 200_000), max_size=8), WORLD_SIZES, BUCKET_BYTES, st.data())
 def test_any_subset_of_splittable_buckets_is_shared_evenly(
     sizes: list[int], world_size: int, bucket_bytes: int, data: st.DataObject
 ) -> None:
     """Whatever part of the model is trained: one element more than the average for each bucket, or 64 if it is long."""
     specs = [ParamSpec(f"p{i}", (size,), "float32", splittable=True) for i, size in enumerate(sizes)]
-    layout = _fill(specs, world_size, bucket_bytes)
+    layout = fill_layout(specs, world_size, bucket_bytes)
     chosen = [bucket for bucket in layout.buckets if data.draw(st.booleans())]
-    slack = sum(64 if bucket.size >= (_LONG - 1) * world_size else 1 for bucket in chosen)
+    slack = sum(64 if bucket.size >= (LONG - 1) * world_size else 1 for bucket in chosen)
     total = sum(bucket.size for bucket in chosen)
     for rank in range(world_size):
         load = sum(bucket.owned(rank).length for bucket in chosen)
@@ -171,16 +151,16 @@ def test_any_subset_of_splittable_buckets_is_shared_evenly(
 
 
 @patient
-@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=8), _WORLDS)
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=8), WORLD_SIZES)
 def test_long_parts_start_where_vectors_do(sizes: list[int], world_size: int) -> None:
     specs = [ParamSpec(f"p{i}", (size,), "float32", splittable=True) for i, size in enumerate(sizes)]
-    for bucket in _fill(specs, world_size).buckets:
-        if bucket.size >= _LONG * world_size:
+    for bucket in fill_layout(specs, world_size).buckets:
+        if bucket.size >= LONG * world_size:
             assert all(cut % 64 == 0 or cut == bucket.size for cut in bucket.cuts)
 
 
 @patient
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.booleans()), min_size=1, max_size=20), _WORLDS)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.booleans()), min_size=1, max_size=20), WORLD_SIZES)
 def test_whole_parameters_are_balanced_by_state_and_work(costs: list[tuple[int, int, bool]], world_size: int) -> None:
     """The bound of every list schedule: the average and the largest, for trained parameters by themselves too."""
     specs = [ParamSpec(f"p{i}", (1,), "float32", trainable=trained) for i, (_, _, trained) in enumerate(costs)]
@@ -196,18 +176,18 @@ def test_whole_parameters_are_balanced_by_state_and_work(costs: list[tuple[int, 
 
 
 @patient
-@given(spec_lists(2000), _WORLDS)
+@given(spec_lists(2000), WORLD_SIZES)
 def test_splittable_parameters_level_the_bytes_of_whole_ones(specs: list[ParamSpec], world_size: int) -> None:
     trained = [dataclasses.replace(spec, trainable=True) for spec in specs]
-    layout = _fill(trained, world_size)
+    layout = fill_layout(trained, world_size)
     loads, fixed = [0] * world_size, [0] * world_size
     for rank in range(world_size):
         for fragment in layout.fragments(rank):
-            loads[rank] += _STATE * fragment.part.length
+            loads[rank] += STATE_BYTES * fragment.part.length
             if not layout.params[fragment.param].splittable:
-                fixed[rank] += _STATE * fragment.part.length
+                fixed[rank] += STATE_BYTES * fragment.part.length
     # One element for each bucket is lost to rounding.
-    slack = _STATE * (len(layout.buckets) + 1)
+    slack = STATE_BYTES * (len(layout.buckets) + 1)
     assert max(loads) <= max(max(fixed), sum(loads) / world_size) + slack
 
 
@@ -227,19 +207,19 @@ def test_padded_parts_are_the_parts(layout: Layout) -> None:
 
 
 @patient
-@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=5), _WORLDS)
+@given(st.lists(st.integers(0, 100_000), min_size=1, max_size=5), WORLD_SIZES)
 def test_buckets_of_splittable_parameters_alone_can_always_be_padded(sizes: list[int], world_size: int) -> None:
     specs = [ParamSpec(f"p{i}", (size,), "float32", splittable=True) for i, size in enumerate(sizes)]
-    for bucket in _fill(specs, world_size).buckets:
+    for bucket in fill_layout(specs, world_size).buckets:
         assert padded_size(bucket) % world_size == 0
 
 
 @patient
-@given(spec_lists(), spec_lists(), _WORLDS, _BYTES)
+@given(spec_lists(), spec_lists(), WORLD_SIZES, BUCKET_BYTES)
 def test_further_parameters_leave_the_others_where_they_are(
     first: list[ParamSpec], further: list[ParamSpec], world_size: int, bucket_bytes: int
 ) -> None:
-    before, behind = _fill(first, world_size, bucket_bytes), _fill(further, world_size, bucket_bytes)
+    before, behind = fill_layout(first, world_size, bucket_bytes), fill_layout(further, world_size, bucket_bytes)
     both = extend(before, behind)
     assert both.params == (*first, *further)
     assert both.buckets[: len(before.buckets)] == before.buckets
@@ -260,6 +240,6 @@ def test_json_there_and_back_is_the_identity(layout: Layout) -> None:
 
 
 @patient
-@given(spec_lists(), _WORLDS, _BYTES)
+@given(spec_lists(), WORLD_SIZES, BUCKET_BYTES)
 def test_equal_specs_give_equal_layouts(specs: list[ParamSpec], world_size: int, bucket_bytes: int) -> None:
-    assert _fill(specs, world_size, bucket_bytes) == _fill(list(specs), world_size, bucket_bytes)
+    assert fill_layout(specs, world_size, bucket_bytes) == fill_layout(list(specs), world_size, bucket_bytes)
