@@ -1,4 +1,4 @@
-"""Network namespaces of benchmarks do not outlive them, however they end."""
+"""Network namespaces of benchmarks are removed, however the benchmark ends."""
 
 import fcntl
 import signal

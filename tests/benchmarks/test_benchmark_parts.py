@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: the fit, the verdicts, the tables, the counts."""
+"""The pure parts of the benchmarks: the fit, the comparison with limits, the tables, the counts."""
 
 import math
 from typing import Any

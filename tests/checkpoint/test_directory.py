@@ -1,4 +1,4 @@
-"""Drafts and who owns them."""
+"""Drafts of checkpoints: how they are claimed, and when they are removed."""
 
 import fcntl
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`consolidate` and `reshard` on checkpoints made by hand: the files, the refusals, and the memory they need."""
+"""`consolidate` and `reshard` on synthetic checkpoints: the files, the refusals, and the memory they need."""
 
 import errno
 import os

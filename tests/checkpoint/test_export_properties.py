@@ -1,4 +1,4 @@
-"""Exports and conversions of any checkpoint: the same bytes, whatever layout they were in."""
+"""Exports and conversions of any checkpoint give the same bytes in every layout."""
 
 import tempfile
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Exports of real checkpoints: what the live optimizer would give, in files that torch's own optimizers load."""
+"""Exports of trained checkpoints equal the live state dict, and torch's own optimizers load them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
-"""Ten thousand mutated manifests and headers: the checkpoint's own error or a sound reading, and no memory wasted.
+"""Ten thousand mutated manifests and headers: each raises `CheckpointError` or is read correctly, in bounded memory.
 
-Checksums would stop nearly all of them at the door, so every mutant is signed anew, or handed to the layer behind.
+Checksums would catch nearly all mutations, so each mutant gets a valid checksum or goes straight to the parser.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""`kill -9` at any point of a save: what has a name is complete, and is one step of one run."""
+"""`kill -9` at any point of a save: a checkpoint under its final name is complete and holds one step of one run."""
 
 import os
 import random

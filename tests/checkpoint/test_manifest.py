@@ -1,4 +1,4 @@
-"""The manifest: what was said comes back, and what says something else is refused by name."""
+"""The manifest: written and read back equal, and every wrong entry is refused by name."""
 
 import json
 from dataclasses import replace

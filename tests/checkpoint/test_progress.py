@@ -1,4 +1,4 @@
-"""The bar of a long save: on rank 0, on a terminal, and nowhere else."""
+"""The progress bar of a long save is shown on rank 0, on a terminal, and nowhere else."""
 
 import io
 import os

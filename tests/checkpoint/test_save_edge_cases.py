@@ -1,4 +1,4 @@
-"""What users rely on without thinking of it: what is saved is what was there, and failures are everybody's."""
+"""Edge cases of `save` and `load`: scripts that end, training that goes on, slow disks, failures half-way."""
 
 import errno
 import os

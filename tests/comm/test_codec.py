@@ -1,3 +1,5 @@
+"""The codec: values as JSON text and tensors, and what it refuses."""
+
 import enum
 from collections import OrderedDict, namedtuple
 from typing import Any

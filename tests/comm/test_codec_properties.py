@@ -1,3 +1,5 @@
+"""Properties of the codec: any value comes back equal, and any damaged text is a `ValueError`."""
+
 import json
 import math
 from typing import Any

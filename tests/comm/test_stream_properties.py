@@ -1,3 +1,5 @@
+"""Properties of streams: tensors of any size are cut into bounded pieces and arrive unchanged."""
+
 from collections import deque
 from functools import partial
 from typing import cast

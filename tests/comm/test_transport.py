@@ -1,4 +1,4 @@
-"""The transports themselves: spans of every dtype and length, pieces of every size, two at once, and dead peers."""
+"""Transports: spans of every dtype and length, pieces of every size, two at once, and dead peers."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
 """The Python in README.md and in docs/, run on real ranks, block by block.
 
-A block stands for itself: what it does not define is given to it, from the few names in `GIVEN`, made anew for each. A
-diff is run as its reader leaves it.
+Each block runs by itself; names that it does not define come from `GIVEN`, made anew for each block. Of a diff, the
+result is run.
 """
 
 import ast

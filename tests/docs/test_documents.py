@@ -1,6 +1,6 @@
-"""What the documents say, against what there is: commands, links, error messages and public names.
+"""The documents against the code: commands, links, error messages and public names.
 
-Their Python is run by `tests/docs/test_documented_code.py`.
+The Python in them is run by `tests/docs/test_documented_code.py`.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device: several Gloo ranks on one GPU, NCCL alone, and kernels that come late."""
+"""`ZeroRedundancyOptimizer` on a CUDA device: several Gloo ranks on one GPU, NCCL alone, and late kernels."""
 
 from collections.abc import Callable
 from typing import Any

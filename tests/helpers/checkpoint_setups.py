@@ -60,7 +60,7 @@ WAYS: dict[str, Callable[..., Pair]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and an optimizer for it, before anybody says how its state is held."""
+    """A model and an optimizer for it, without the mode in which its state is held."""
 
     kind: Any = AdamW
     options: dict[str, Any] = field(default_factory=lambda: dict(ADAMW))

@@ -1,4 +1,4 @@
-"""What tests of checkpoint faults share: training whose every step is known in advance, and hands that do damage."""
+"""Training with known results at every step, and tools to damage checkpoints."""
 
 import hashlib
 import json
@@ -137,7 +137,7 @@ def edit(path: Path, change: Callable[[Body], object]) -> None:
 
 
 def sign_files(path: Path) -> None:
-    """Make the manifest tell of the files as they are now."""
+    """Write the present sizes and checksums of the files into the manifest."""
 
     def change(body: Body) -> None:
         for file in body["files"]:

@@ -79,11 +79,9 @@ class Recipe:
         named = list(model.named_parameters())
         if not self.matrices:
             return [{"params": named}]
-        flat, release_scratch = (
-            [each for each in named if each[1].dim() == 2],
-            [each for each in named if each[1].dim() != 2],
-        )
-        return [{"params": flat, **self.matrices}, {"params": release_scratch}]
+        matrices = [each for each in named if each[1].dim() == 2]
+        others = [each for each in named if each[1].dim() != 2]
+        return [{"params": matrices, **self.matrices}, {"params": others}]
 
     def plain(self, model: nn.Module) -> list[Optimizer]:
         """One for each class."""

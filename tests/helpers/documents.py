@@ -1,4 +1,4 @@
-"""The documents of the repository, taken apart: code blocks, links, and what the sources say when they raise."""
+"""Code blocks, commands and links of the documents, and the error messages in the sources."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it stands."""
+        """The page and the line of the block."""
         return f"{self.page}:{self.line}"
 
     def __str__(self) -> str:

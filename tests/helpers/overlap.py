@@ -29,10 +29,12 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
 
 def in_ddp(group: ProcessGroup, model: nn.Module | None = None, **options: Any) -> DDP:
+    """The model in DDP, with small buckets."""
     return DDP(build() if model is None else model, process_group=group, **{"bucket_cap_mb": 0.0003, **options})
 
 
 def plain_optimizer(ddp: DDP, kind: type[Optimizer] = AdamW, **options: Any) -> Optimizer:
+    """A plain optimizer behind the plain all-reduce hook."""
     ddp.register_comm_hook(ddp.process_group, allreduce_hook)
     return kind(ddp.parameters(), **(options or OPTIONS))
 
@@ -40,6 +42,7 @@ def plain_optimizer(ddp: DDP, kind: type[Optimizer] = AdamW, **options: Any) -> 
 def overlapped(
     ddp: DDP, hook: str, kind: type[Optimizer] = AdamW, wrapped: Hook = allreduce_hook, **options: Any
 ) -> ZeroRedundancyOptimizer:
+    """Our optimizer in overlap mode, behind one of `HOOKS`."""
     zero = ZeroRedundancyOptimizer(
         ddp.parameters(), kind, ddp.process_group, overlap_with_ddp=True, **(options or OPTIONS)
     )
@@ -52,7 +55,7 @@ def backward(ddp: DDP, batch: Batch, *args: Any) -> None:
 
 
 def train(ddp: DDP, zero: Optimizer, series: Iterable[Batch]) -> None:
-    """A step for each batch; the plain optimizer needs to be told, ours only warns."""
+    """A step for each batch; ours has stepped inside backward already."""
     for batch in series:
         zero.zero_grad()
         backward(ddp, batch)
@@ -61,6 +64,7 @@ def train(ddp: DDP, zero: Optimizer, series: Iterable[Batch]) -> None:
 
 
 def rank_batches(group: ProcessGroup, count: int) -> list[Batch]:
+    """The batches of this rank."""
     return batches(5, dist.get_rank(group), count)
 
 

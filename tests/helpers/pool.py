@@ -70,7 +70,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker sends back for a job: first the word that it begins, then the result or the error."""
+    """A message from a worker about a job: first that it begins, then its result or its error."""
 
     result: Any = None
     error: str | None = None
@@ -79,7 +79,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a worker is told when it starts."""
+    """The settings that a worker starts with."""
 
     rank: int
     size: int
@@ -255,7 +255,7 @@ class Worker:
 
 
 class Crew:
-    """Worker processes that form one world, with the store through which they meet."""
+    """Worker processes that form one world, and the store that they share."""
 
     def __init__(self, size: int, worlds: tuple[Ranks, ...]) -> None:
         # The store lives here: the port is free by construction, and any rank may die without taking it along.

@@ -360,4 +360,4 @@ UNKNOWN: dict[type[Optimizer], tuple[bool, bool]] = {
     SameLbfgs: (False, False),
     SharpnessAware: (False, False),
 }
-"""Optimizers that nobody knows: whether they are element-wise, whether they are separable."""
+"""Optimizers unknown to the probe: whether each is element-wise, and whether it is separable."""

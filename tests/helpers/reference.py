@@ -1,4 +1,4 @@
-"""The slow twin every fast path is compared with: plain DDP and a plain torch optimizer, on small models."""
+"""Plain DDP with a plain torch optimizer on small models, and exact comparisons with it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, Case] = ELEMENTWISE | MATRIXWISE
 
 
 def plain(case: Case, group: ProcessGroup, seed: int = 0, **options: Any) -> tuple[DDP, optim.Optimizer]:
-    """The slow twin itself: the case's model in DDP (with `options`), and the case's optimizer for it."""
+    """The case's model in DDP (with `options`), and the case's optimizer for it."""
     ddp = DDP(build(case.model, seed), process_group=group, **options)
     return ddp, case.optimizer(ddp.parameters())
 

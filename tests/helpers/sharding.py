@@ -1,4 +1,4 @@
-"""What tests of `ShardedOptimizer` share: how it is built for a model, and twins whose sums are known bit for bit."""
+"""`ShardedOptimizer` for a model, and plain trainings to compare it with bit for bit."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -139,12 +139,12 @@ class Contest:
     close: float = 0.0  # how far apart the two may be, relatively; zero means equal in every bit
 
     def plain(self, group: ProcessGroup) -> tuple[DDP, Optimizer]:
-        """The slow twin."""
+        """Plain DDP and the plain optimizer."""
         model = self.build()
         return in_ddp(group, model, **self.ddp), self.kind(self.groups(model), **self.options)
 
     def sharded(self, group: ProcessGroup, way: str) -> tuple[nn.Module, ShardedOptimizer]:
-        """Ours."""
+        """The same model with our optimizer."""
         bare = self.build()
         model = in_ddp(group, bare, **self.ddp) if way.startswith("wrapped") else bare
         options = {"bucket_mb": SMALL_BUCKETS, "reduction": way.split()[1], **self.ours, **self.options}
@@ -177,7 +177,7 @@ class Contest:
 
 
 def no_sync(model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Whoever sums the gradients must not, for now."""
+    """Suspend the sum of gradients, in DDP or in our optimizer."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.no_sync()
     assert isinstance(model, DDP)

@@ -20,8 +20,10 @@ def make_pair(group: ProcessGroup, case: Case, **more: Any) -> Pair:
 
 
 def leaf_tensor(*values: float) -> Tensor:
+    """A tensor that takes gradients."""
     return torch.tensor(values, requires_grad=True)
 
 
 def make_zero(group: ProcessGroup, params: Any, kind: Any = optim.SGD, **options: Any) -> ZeroRedundancyOptimizer:
+    """Our optimizer for these parameters; SGD by default."""
     return ZeroRedundancyOptimizer(params, kind, process_group=group, **options)

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand: any layout and any state, without an optimizer or a process group."""
+"""Checkpoints of any layout and state, written without an optimizer or a process group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ ID = "0123456789abcdef" * 2
 
 @dataclass(frozen=True)
 class Made:
-    """What a checkpoint has: by parameter the flat state like it, the other state and the flat weights."""
+    """The content of a checkpoint: per parameter its flat state, its other state and its flat weights."""
 
     layout: Layout
     like: Mapping[int, Mapping[str, Tensor]]

@@ -1,3 +1,5 @@
+"""The pool itself: results, errors, deadlines, and restarts after failed jobs."""
+
 import os
 import signal
 import threading

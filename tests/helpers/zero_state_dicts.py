@@ -41,12 +41,12 @@ def plain_pair(name: str = "adamw", seed: int = 0) -> tuple[nn.Module, Optimizer
 
 
 def same_data(steps: int, name: str = "adamw", start: int = 0) -> list[Batch]:
-    """The same batches on all ranks: then nobody needs to reduce a gradient."""
+    """The same batches on all ranks, so that no gradient needs to be reduced."""
     return batches(1, 0, start + steps, OPTIMIZERS[name].model)[start:]
 
 
 def full_state_dict(zero: ZeroRedundancyOptimizer) -> StateDict:
-    """The full state dict on every rank, each its own consolidation; a copy, for nothing may depend on the original."""
+    """The full state dict on every rank, one consolidation per rank; a copy, independent of the optimizer."""
     for rank in range(zero.world_size):
         zero.consolidate_state_dict(to=rank)
         if rank == zero.rank:
@@ -55,6 +55,7 @@ def full_state_dict(zero: ZeroRedundancyOptimizer) -> StateDict:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -13,17 +13,20 @@ SEVERAL = pytest.mark.parametrize("world", [2, 3, 4, OFFSET], ids=str)
 
 
 def make_params(*shapes: Sequence[int], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters of these shapes, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(tuple(shape), generator=generator, dtype=dtype)) for shape in shapes]
 
 
 def set_gradients(params: Sequence[Tensor], seed: int) -> None:
+    """Set gradients that depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
 
 
 def numbered(params: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Copies of the parameters, keyed by their index."""
     return {str(number): param.detach().clone() for number, param in enumerate(params)}
 
 

@@ -1,4 +1,4 @@
-"""`dcp_state` with torch.distributed.checkpoint: any world into any other bit for bit; and what is refused."""
+"""`dcp_state` with torch.distributed.checkpoint: every world size into every other, and what is refused."""
 
 import copy
 import warnings

@@ -1,3 +1,5 @@
+"""Flat and scattered bucket memory, and the tensor helpers under them."""
+
 import copy
 from collections.abc import Sequence
 

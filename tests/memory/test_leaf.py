@@ -1,4 +1,4 @@
-"""Leaves: which fragments share one, and what becomes of state when they part."""
+"""Leaves: which fragments share one, and what happens to state when one is split."""
 
 from typing import Any
 

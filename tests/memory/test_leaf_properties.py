@@ -1,3 +1,5 @@
+"""Properties of leaves and shards for any layout."""
+
 from itertools import pairwise
 
 import torch

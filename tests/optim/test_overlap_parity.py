@@ -1,4 +1,4 @@
-"""Overlap mode does, bit for bit and from the first backward pass, what DDP and the plain optimizer do.
+"""Overlap mode equals DDP with the plain optimizer, bit for bit and from the first backward pass.
 
 One job trains several replicas of a model in lockstep: one with a plain optimizer and the wrapped hook alone, the
 others with the optimizer inside backward. After every backward pass their parameters and gradients are compared, and at

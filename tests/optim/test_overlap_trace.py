@@ -1,7 +1,7 @@
 """The interleaved hook really updates and gathers a bucket while backward still computes the gradients of others.
 
-Nothing here depends on speed. In the middle of backward stands a gate that opens only when the first bucket is through:
-where updates come after backward it never opens. The profiler's trace then has to show the same order.
+Nothing here depends on speed. Backward blocks half-way until the first bucket has been updated and gathered; if updates
+came after backward, it would block until the deadline. The profiler's trace then has to show the same order.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Uneven inputs under `ShardedOptimizer`: ranks that have run out of batches go on with their part of the work."""
+"""Uneven inputs under `ShardedOptimizer`: ranks that have run out of batches still do their part of each step."""
 
 from contextlib import nullcontext, suppress
 from typing import Any

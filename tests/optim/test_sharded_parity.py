@@ -1,4 +1,4 @@
-"""`ShardedOptimizer` does what DDP and the plain optimizer do: every class, bare or wrapped, however it travels.
+"""`ShardedOptimizer` equals DDP with the plain optimizer: every class, bare or in DDP, in every mode.
 
 One job trains a model in lockstep under several settings, beside two plain twins. The first is plain DDP; one and two
 ranks, and DDP's own sums at any number of ranks, must equal it bit for bit. The second adds the gradients in the order

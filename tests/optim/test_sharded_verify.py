@@ -1,4 +1,4 @@
-"""Proof mode of `ShardedOptimizer`: what is right passes, and whatever goes wrong is found and named."""
+"""Proof mode of `ShardedOptimizer`: correct steps pass, and every difference is reported."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Errors: every rank raises, with the fact, the value and the remedy, and nothing hangs.
+"""Bad input to `ZeroRedundancyOptimizer`: every rank raises, with the fact, the value and the remedy; nothing hangs.
 
 Each bad input is given on the only rank of one, on all ranks of two, and on one rank of two. After every error the
 ranks build a good optimizer and take a step, which only works if all of them left the failed call at the same place.

@@ -1,4 +1,4 @@
-"""What a consolidation costs: memory of the sender, bytes to the ranks, and not one pickle."""
+"""What a consolidation costs: memory of the sender and bytes sent to the ranks; nothing is pickled."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""A step that fails: on one rank, on all, or because a rank is gone. Nobody hangs, and nobody goes on as if nothing."""
+"""Steps of `ZeroRedundancyOptimizer` that fail on one rank, on all, or because a rank is gone: every rank raises."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The main proof: DDP + `ZeroRedundancyOptimizer` does, bit for bit, what DDP + the plain optimizer does.
+"""DDP with `ZeroRedundancyOptimizer` equals DDP with the plain optimizer, bit for bit.
 
 One job trains three replicas of a model in lockstep: one with the plain optimizer, two with ours, in both bucket-view
 modes. On the way parameters are frozen, a group is added, parameters are unfrozen, and every replica in turn goes on

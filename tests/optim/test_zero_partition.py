@@ -1,4 +1,4 @@
-"""Who owns what, on real ranks: the partition, added groups, subgroups, and the private names that others use."""
+"""Which rank owns which parameter: the partition, added groups, subgroups, and torch's private names."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""What a run without memory says about state is what a real step makes."""
+"""State sizes predicted without memory equal those that a real step makes."""
 
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Parameter groups: accepted forms, refusals, options, and the specs made of them."""
+
 from collections.abc import Callable
 from typing import Any
 

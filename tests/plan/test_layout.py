@@ -1,3 +1,5 @@
+"""The types of a layout: spans, slots, buckets, fragments, and JSON both ways."""
+
 import dataclasses
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""From the user's words to groups with all options, and who may be cut."""
+"""From the user's parameters and settings to groups with all options, and which parameters may be cut."""
 
 import math
 from functools import partial

@@ -1,3 +1,5 @@
+"""Properties of layouts for any parameters and world size."""
+
 import dataclasses
 import json
 import math

@@ -1,3 +1,5 @@
+"""The greedy partition and the even one, on concrete cases."""
+
 import time
 
 import pytest

@@ -1,3 +1,5 @@
+"""Properties of the greedy partition and the even one."""
+
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Checkpoints that nobody gathers: every rank keeps its part, and the parts make a whole at any world size."""
+"""State that is never gathered: each rank keeps its part, and `merge_shards` makes a whole at any world size."""
 
 import copy
 from typing import Any

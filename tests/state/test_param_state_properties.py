@@ -1,4 +1,4 @@
-"""State in leaves on simulated ranks, beside that of a plain optimizer: out, back in, and from one world to another."""
+"""State in leaves of simulated ranks equals that of a plain optimizer, and moves between world sizes."""
 
 from __future__ import annotations
 
@@ -268,7 +268,14 @@ def test_state_keeps_its_precision(order: torch.memory_format) -> None:
 def test_scalars_come_from_the_first_rank_that_has_them() -> None:
     param = torch.zeros(4)
     shares = [
-        [{"param": 0, "part": [2 * r, 2 * r + 2], "like": {"a": torch.full((2,), float(r))}, "rest": {"step": r}}]
+        [
+            {
+                "param": 0,
+                "part": [2 * r, 2 * r + 2],
+                "per_element": {"a": torch.full((2,), float(r))},
+                "shared": {"step": r},
+            }
+        ]
         for r in range(2)
     ]
     assert assemble(shares, [param])[0]["step"] == 0

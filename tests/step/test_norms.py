@@ -1,4 +1,4 @@
-"""Norms of parts that lie on several ranks, beside torch's norms of whole gradients."""
+"""Norms computed from parts on several ranks equal torch's norms of whole gradients."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Gradients in any order of arrival, alone and on several ranks in threads, beside a model that adds whole tensors."""
+"""Reductions with gradients in any order, alone and on several ranks in threads, against sums of whole tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in `.grad` after a reduction: what is passed on to the parts, and what is refused."""
+"""`ShardedGradient`, the value of `.grad` after a reduction: operations it forwards to its parts, and refusals."""
 
 import copy
 import gc

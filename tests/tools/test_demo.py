@@ -1,4 +1,4 @@
-"""What the demo says, without running it."""
+"""Texts and predictions of the demo, without running it."""
 
 import math
 import sys

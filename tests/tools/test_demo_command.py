@@ -1,4 +1,4 @@
-"""`zerostep demo` as a user runs it."""
+"""`zerostep demo` on the command line."""
 
 import os
 import re

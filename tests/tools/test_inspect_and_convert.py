@@ -1,4 +1,4 @@
-"""`zerostep inspect` and `zerostep convert` as a user meets them."""
+"""`zerostep inspect` and `zerostep convert` on the command line."""
 
 import json
 import sys

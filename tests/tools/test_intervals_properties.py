@@ -1,4 +1,4 @@
-"""Intervals against sets of whole moments, which are slow and obvious."""
+"""Operations on intervals equal those on sets of integers."""
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""`zerostep plan` as a user meets it."""
+"""`zerostep plan` on the command line."""
 
 import json
 import sys

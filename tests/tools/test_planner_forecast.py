@@ -1,4 +1,4 @@
-"""The step-time model by itself."""
+"""The model of step times."""
 
 import pytest
 

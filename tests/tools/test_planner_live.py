@@ -1,4 +1,4 @@
-"""What the planner predicts, and what live ranks have: state and masters to the byte, everything within two percent."""
+"""The planner's predictions against live ranks: state and masters to the byte, everything within two percent."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Planned bytes against the product's own leaves and optimizers, and the parts of the plan by themselves."""
+"""Planned bytes against real leaves and optimizers, and the parts of the plan by themselves."""
 
 from typing import Any
 

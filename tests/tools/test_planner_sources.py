@@ -1,4 +1,4 @@
-"""Where the planner's parameters come from."""
+"""Sources of the planner's parameters: import paths, files and shapes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`zerostep trace` as a user runs it."""
+"""`zerostep trace` on the command line."""
 
 import json
 import os

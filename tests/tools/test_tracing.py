@@ -1,4 +1,4 @@
-"""From profiles, made by hand and by the profiler, to what happened in a step."""
+"""Traces, synthetic and from the profiler, turned into the phases of a step."""
 
 import json
 from pathlib import Path
