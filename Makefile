@@ -31,7 +31,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-kills: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow tests/ranks/test_checkpoint_kills.py
+	$(BIN)/python -m pytest -m slow tests/checkpoint/test_kills.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check $(SOURCES)

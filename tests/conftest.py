@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The training that the golden checkpoints are of: its every number is a multiple of a power of two, or recorded."""
+"""The training behind the golden checkpoints; its numbers are exact in floating point, or recorded."""
 
 from typing import Any
 

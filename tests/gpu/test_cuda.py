@@ -1,4 +1,4 @@
-"""The same promises on a CUDA device: several Gloo ranks on one GPU, NCCL alone, and kernels that come late."""
+"""`ZeroRedundancyOptimizer` on a CUDA device: several Gloo ranks on one GPU, NCCL alone, and late kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.pool import Pool
-from tests.reference import assert_same_bits, assert_same_state_dict
+from tests.helpers.pool import Pool
+from tests.helpers.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.comm.transport import GroupTransport
 from zerostep.memory.bucket_memory import FlatBucket, ScatteredBucket

@@ -1,0 +1,56 @@
+"""`zerostep demo` on the command line."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerostep.tools.demo import Demo, Progress, run_demo, verdict
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 120.0
+
+pytestmark = pytest.mark.timeout(2 * DEADLINE)
+
+
+def test_the_command() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1", "COLUMNS": "80"}
+    command = [sys.executable, "-m", "zerostep.tools.cli", "demo", "--steps", "7", "--device", "cpu"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
+    assert "\x1b" not in printed and "…" not in printed
+    assert printed.count("bit-equal to plain DDP's on every rank") == 2
+    assert "plain DDP: step 7 of 7, loss" in printed
+    memory, costs = (
+        [list(map(float, re.findall(r"\d+\.\d+", line))) for line in printed.splitlines() if re.match(pattern, line)]
+        for pattern in (r" ?(plain DDP|drop-in|Sharded\w+) .* / ", r" ?(plain DDP|drop-in|Sharded\w+) [\d. ]+$")
+    )
+    plain, dropped_in, sharded = memory
+    for row in memory:
+        assert row[0::2] == row[1::2], "predicted and measured differ"
+    assert dropped_in[5] == sharded[5] == pytest.approx(plain[5] / 2, abs=0.01)
+    assert sharded[3] < 0.7 * plain[3]
+    (_, sent, *_), (_, half_more, *_), (_, as_much, *_) = costs
+    assert as_much == pytest.approx(sent, rel=0.01)
+    assert half_more == pytest.approx(1.5 * sent, rel=0.01)
+    assert len({tuple(row[-2:]) for row in costs}) == 1, "the losses differ"
+
+
+def test_whole_matrices_and_progress() -> None:
+    told = list[Progress]()
+    reports = run_demo(Demo(ranks=2, steps=2, optimizer="muon", device="cpu"), told.append)
+    passed, lines = verdict(reports)
+    assert passed, lines
+    for report in reports:
+        for run in report.runs:
+            for name in ("parameters", "state"):
+                assert getattr(run.measured, name) == getattr(run.predicted, name), (run.name, name)
+            # What is under way when backward ends depends on the order in which gradients come, which is only about
+            # that of the parameters.
+            assert run.measured.total == pytest.approx(run.predicted.total, rel=0.02)
+            assert run.exposed_ms is not None and 0 <= run.exposed_ms < run.step_ms
+    assert [(each.run, each.steps) for each in told] == [("plain DDP", 2), ("drop-in", 2), ("ShardedOptimizer", 2)]
