@@ -10,7 +10,7 @@ help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
 	@echo "make test-kills   200 saves that are killed, over two and four ranks"
-	@echo "make lint    formatting, lint rules and types"
+	@echo "make lint    formatting, lint rules, types, import directions and spelling"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench-quick   the main entries on two models and two ranks, in two minutes"
 	@echo "make bench   all cases and peers, checkpoints and scale, in fifteen minutes"
@@ -37,6 +37,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 format: $(VENV)/installed
 	$(BIN)/ruff format $(SOURCES)
