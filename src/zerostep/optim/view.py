@@ -58,7 +58,7 @@ class OptimizerView:
 
 def view_of(optimizer: Any) -> OptimizerView:
     """The optimizer's own answer; `TypeError` for one that is not ours."""
-    found = getattr(optimizer, "_checkpoint_subject", None)
+    found = getattr(optimizer, "optimizer_view", None)
     if found is None:
         raise TypeError(
             f"a {type(optimizer).__name__} has no shards to save or load: pass a zerostep.ShardedOptimizer or a "
