@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zerostep.optim.dcp_guard import ADVICE, refuse_dcp
-from zerostep.state.state_dict import StateDict
+from zerostep.state.param_state import StateDict
 
 __all__ = ["PartitionedOptimizer"]
 

@@ -42,12 +42,11 @@ from zerostep.plan.groups import (
     refuse_sparse,
 )
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, in_order
+from zerostep.state.consolidate import assemble, pack_groups, to_plain
 from zerostep.state.expected import GroupOptimizer
-from zerostep.state.fragments import assemble, ready_to_travel
 from zerostep.state.leaf_state import LeafStates
-from zerostep.state.param_state import DictState, SavedState
-from zerostep.state.restore import validate
-from zerostep.state.state_dict import StateDict, pack_groups
+from zerostep.state.load_state_dict import validate
+from zerostep.state.param_state import DictState, SavedState, StateDict
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
 from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
@@ -446,7 +445,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         pass  # torch sets an empty one before anything exists
 
     def _collected(self, to: int) -> list[Any]:
-        found: list[Any] = gather_object(self._ranks.shards, lambda: ready_to_travel(self._states.shares()), to)
+        found: list[Any] = gather_object(self._ranks.shards, lambda: to_plain(self._states.param_states()), to)
         return found
 
     def _whole(self) -> StateDict:
@@ -481,14 +480,16 @@ class ShardedOptimizer(PartitionedOptimizer):
             layout=self._layout,
             params=self._running.params,
             groups=self.param_groups,
-            kinds=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
+            optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
             step=self._steps,
             saves=self._saves,
-            settle=self._settle,
-            shares=self._states.shares,
-            others=dict,
+            ensure_complete=self._settle,
+            param_states=self._states.param_states,
+            global_state=dict,
+            group_optimizer=self.group_optimizer,
+            loads_whole_state=self._running.reference is not None,
             restore=self._restore,
-            spoil=self._spoil,
+            mark_broken=self._spoil,
         )
 
     def group_optimizer(self, group: int) -> GroupOptimizer:
@@ -497,11 +498,6 @@ class ShardedOptimizer(PartitionedOptimizer):
         kind = class_of(found, planner.default_class)
         defaults = planner.defaults if kind is planner.default_class else {}
         return GroupOptimizer(kind, defaults, own_options(found), planner.settings.master_dtype)
-
-    @property
-    def _proves(self) -> bool:
-        """Whether an unsharded optimizer runs beside this one, and needs all state."""
-        return self._running.reference is not None
 
     def _settle(self) -> None:
         self._check_usable()

@@ -34,10 +34,10 @@ from zerostep.optim.view import OptimizerView
 from zerostep.plan.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
 from zerostep.plan.layout import Span
 from zerostep.plan.ownership import Ownership
+from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
-from zerostep.state.param_state import MASTER, ParamState, SavedState, flat_per_element
-from zerostep.state.restore import local_part, validate
-from zerostep.state.state_dict import StateDict, collect, local_shard, merge
+from zerostep.state.load_state_dict import local_part, validate
+from zerostep.state.param_state import MASTER, ParamState, SavedState, StateDict, flat_per_element
 from zerostep.step.inner_optimizers import commit
 from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapState
@@ -348,16 +348,6 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _whole(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
 
-    def local_state_dict(self) -> StateDict:
-        """This rank's part of the state, as a copy in host memory; local, like `state_dict`.
-
-        Saved by every rank, such parts make a checkpoint without gathering anything: `zerostep.merge_shards` puts them
-        together again, for any optimizer and any world size.
-        """
-        self._check_usable()
-        copy_options(self.param_groups, self.optim.param_groups)
-        return local_shard(self.optim, self._inner_index, self.param_groups, self.rank, self.world_size)
-
     def _take(self, state_dict: StateDict) -> None:
         numbers = validate(state_dict, self.param_groups, [self.optim] * len(self.param_groups), self.state)
         if state_dict["state"] or self._has_state:
@@ -379,22 +369,22 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             layout=self._owners.layout,
             params=self._owners.params,
             groups=self.param_groups,
-            kinds=[type(self.optim).__name__] * len(self.param_groups),
+            optimizer_names=[type(self.optim).__name__] * len(self.param_groups),
             step=self._steps,
             saves=self._saves,
-            settle=self._check_usable,
-            shares=self._shares,
-            others=self._others,
+            ensure_complete=self._check_usable,
+            param_states=self._shares,
+            global_state=self._others,
+            group_optimizer=self.group_optimizer,
+            loads_whole_state=False,
             restore=self._restore,
-            spoil=self._spoil,
+            mark_broken=self._spoil,
         )
 
     def _others(self) -> dict[str, Any]:
         """What the inner optimizer keeps under other names than its parameters'."""
         found: dict[Any, Any] = dict(self.optim.state)
         return {key: value for key, value in found.items() if isinstance(key, str)}
-
-    _proves = False
 
     def group_optimizer(self, group: int) -> GroupOptimizer:
         """How the state of a group's parameters comes about."""
