@@ -164,9 +164,7 @@ def test_whole_parameters_keep_their_state_whole(
 
 def _through(saved: SavedState, world: World) -> SavedState:
     """Into a world, and out of it again."""
-    shares = [
-        to_plain(param_states_of(rank.load(deepcopy(saved)), world.layout, rank.params)) for rank in world.ranks
-    ]
+    shares = [to_plain(param_states_of(rank.load(deepcopy(saved)), world.layout, rank.params)) for rank in world.ranks]
     return assemble(shares, world.ranks[0].params)
 
 
@@ -268,7 +266,14 @@ def test_state_keeps_its_precision(order: torch.memory_format) -> None:
 def test_scalars_come_from_the_first_rank_that_has_them() -> None:
     param = torch.zeros(4)
     shares = [
-        [{"param": 0, "part": [2 * r, 2 * r + 2], "per_element": {"a": torch.full((2,), float(r))}, "shared": {"step": r}}]
+        [
+            {
+                "param": 0,
+                "part": [2 * r, 2 * r + 2],
+                "per_element": {"a": torch.full((2,), float(r))},
+                "shared": {"step": r},
+            }
+        ]
         for r in range(2)
     ]
     assert assemble(shares, [param])[0]["step"] == 0

@@ -472,6 +472,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._has_state, self._all_state_dicts, self._broken = bool(saved), [], None
 
     def optimizer_view(self) -> OptimizerView:
+        """Return what a checkpoint reads and replaces; raises inside a join context."""
         self._refuse_joining()
         return OptimizerView(
             everyone=self._ranks.everyone,

@@ -361,6 +361,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._has_state = bool(state_dict["state"])
 
     def optimizer_view(self) -> OptimizerView:
+        """Return what a checkpoint reads and replaces; raises inside a join context."""
         self._refuse_joining()
         return OptimizerView(
             everyone=self._transport,

@@ -40,7 +40,7 @@ class LeafStates:
         self._source, self._inners = source, inners
 
     def by_parameter(self) -> dict[Tensor, Entry]:
-        """Return the state of each parameter with a part here; of a splittable one, flat views of the owned elements."""
+        """Return the state of each parameter with a part here; if splittable, as flat views of the owned elements."""
         return {
             self._source.params[fragment.param]: view_state(entry, leaf, fragment)
             for shard in self._source.shards.values()
