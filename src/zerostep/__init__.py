@@ -10,7 +10,6 @@ from zerostep.integrations.dcp import dcp_state
 from zerostep.optim.overlap_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.optim.sharded import ShardedOptimizer
 from zerostep.optim.zero import ZeroRedundancyOptimizer
-from zerostep.state.state_dict import merge_shards
 from zerostep.step.stats import Stats
 from zerostep.version import __version__
 
@@ -30,7 +29,6 @@ __all__ = [
     "hook_with_zero_step_interleaved",
     "latest",
     "load",
-    "merge_shards",
     "reshard",
     "save",
 ]

@@ -1,13 +1,13 @@
-"""The one exception for everything that is wrong with a checkpoint."""
+"""The exceptions of this package."""
 
 __all__ = ["MALFORMED", "CheckpointError", "InterruptedPassError", "TransportError", "VerificationError"]
 
-# What malformed text can make code that expects another shape of it, or Python itself, raise.
+# What parsing malformed text can raise: code that decodes foreign text converts these into one error of its own.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, damaged, of another model, or could not be written; the text says what to do."""
+    """A checkpoint is missing, damaged, of another model, or could not be written; the message says what to do."""
 
 
 class TransportError(RuntimeError):
@@ -15,8 +15,8 @@ class TransportError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """The sharded optimizer does not do what the unsharded one does."""
+    """A step of the sharded optimizer differs from the same step of an unsharded one."""
 
 
 class InterruptedPassError(RuntimeError):
-    """A backward pass was ended before anything set out; all is as it was."""
+    """A backward pass was stopped before any message was sent; the optimizer is unchanged and can go on."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerostep.checkpoint.directory import claimed, draft_of, prune
+from zerostep.checkpoint.directory import draft_of, locked_draft, prune
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -21,7 +21,7 @@ def test_a_draft_has_an_owner_as_soon_as_it_has_its_name(tmp_path: Path, monkeyp
         lock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", after_others)
-    with claimed(draft):
+    with locked_draft(draft):
         assert cleaned
         assert draft.is_dir()
         prune(tmp_path / "step-2", 2)
@@ -43,18 +43,18 @@ def test_a_draft_that_cannot_be_named_leaves_nothing(tmp_path: Path, monkeypatch
         raise PermissionError("no")
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(PermissionError), claimed(draft_of(tmp_path / "step-1", TOKEN)):
+    with pytest.raises(PermissionError), locked_draft(draft_of(tmp_path / "step-1", TOKEN)):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_claimed_draft_stays_whatever_its_name_says(tmp_path: Path) -> None:
     draft = draft_of(tmp_path / f"a.old-{TOKEN}.draft-b", TOKEN)
-    with claimed(draft):
+    with locked_draft(draft):
         prune(tmp_path / "step-2", 2)
         assert draft.is_dir()
 
 
 def test_a_directory_without_parents_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), claimed(draft_of(tmp_path / "nowhere" / "step-1", TOKEN)):
+    with pytest.raises(FileNotFoundError), locked_draft(draft_of(tmp_path / "nowhere" / "step-1", TOKEN)):
         pass

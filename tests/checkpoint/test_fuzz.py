@@ -198,7 +198,7 @@ def _read_everything(reader: Reader) -> int:
         for key in reader.shared_keys(number):
             reader.value(number, key)
         reader.order(number)
-    reader.others()
+    reader.global_state()
     for _, kind, *rest in reader.manifest.model or ():
         if kind == "param":
             whole = Span(0, reader.spec(rest[0]).numel)

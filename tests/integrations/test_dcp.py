@@ -56,9 +56,9 @@ def _load(path: str, optimizer: Any, group: ProcessGroup, **options: Any) -> Non
 
 def _memory(optimizer: Any) -> list[tuple[int, dict[str, Any]]]:
     """A copy of all state on this rank, with the parameters' numbers, and of the options."""
-    shares = [(each.param, {**each.per_element, **each.shared}) for each in view_of(optimizer).shares()]
+    states = [(each.param, {**each.per_element, **each.shared}) for each in view_of(optimizer).param_states()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return copy.deepcopy([*shares, (-1, {str(n): group for n, group in enumerate(groups)})])
+    return copy.deepcopy([*states, (-1, {str(n): group for n, group in enumerate(groups)})])
 
 
 def _assert_untouched(optimizer: Any, before: list[tuple[int, dict[str, Any]]]) -> None:

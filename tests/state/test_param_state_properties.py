@@ -19,7 +19,7 @@ from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
 from zerostep.plan.buckets import Cost, fill
 from zerostep.plan.layout import Layout, ParamSpec
-from zerostep.state.fragments import assemble, ready_to_travel
+from zerostep.state.consolidate import assemble, to_plain
 from zerostep.state.param_state import DictState, entry_for, fits_one_leaf, param_states_of
 from zerostep.tensors import flat_alias
 
@@ -129,7 +129,7 @@ def _sharded(name: str, world: World, steps: int) -> SavedState:
                 optimizer.step()
         pairs = [(leaf, optimizer.state[leaf.tensor]) for leaf in rank.leaves if optimizer is not None]
         found = param_states_of([pair for pair in pairs if pair[1]], world.layout, rank.params)
-        shares.append(ready_to_travel(found))
+        shares.append(to_plain(found))
     return assemble(shares, world.ranks[0].params)
 
 
@@ -164,9 +164,7 @@ def test_whole_parameters_keep_their_state_whole(
 
 def _through(saved: SavedState, world: World) -> SavedState:
     """Into a world, and out of it again."""
-    shares = [
-        ready_to_travel(param_states_of(rank.load(deepcopy(saved)), world.layout, rank.params)) for rank in world.ranks
-    ]
+    shares = [to_plain(param_states_of(rank.load(deepcopy(saved)), world.layout, rank.params)) for rank in world.ranks]
     return assemble(shares, world.ranks[0].params)
 
 

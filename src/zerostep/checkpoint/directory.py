@@ -1,4 +1,12 @@
-"""Checkpoints as directories: written beside and renamed, so that each exists completely or not at all."""
+"""Checkpoint directories: written under a hidden name and renamed, so that each exists completely or not at all.
+
+| name | what it is |
+|---|---|
+| `step-1` | a complete checkpoint |
+| `.step-1.new-<token>` | a draft that is not locked yet; empty |
+| `.step-1.draft-<token>` | a draft, locked by the process that writes it |
+| `.step-1.old-<id>` | a checkpoint that is being removed |
+"""
 
 from __future__ import annotations
 
@@ -16,56 +24,57 @@ from zerostep.checkpoint.manifest import MOST_BYTES, NAME, Manifest
 from zerostep.checkpoint.tensor_file import sync_directory, write_bytes
 from zerostep.errors import CheckpointError
 
-__all__ = ["claimed", "complete_in", "draft_of", "newest", "prune", "publish", "read_manifest"]
+__all__ = ["complete_in", "draft_of", "locked_draft", "newest", "prune", "publish", "read_manifest"]
 
 logger = logging.getLogger("zerostep")
 
-_UNCLAIMED, _DRAFT, _DOOMED = ".new-", ".draft-", ".old-"
-_LEFT = re.compile(r"\..+(\.new-|\.draft-|\.old-)[0-9a-f]{32}")
+_UNLOCKED, _DRAFT, _REMOVED = ".new-", ".draft-", ".old-"
+_HIDDEN = re.compile(r"\..+(\.new-|\.draft-|\.old-)[0-9a-f]{32}")
 _ATTEMPTS = 5
 _FILE = re.compile(r"rank-[0-9]+\.safetensors")
 
 
 def draft_of(path: Path, token: str) -> Path:
-    """Where a checkpoint is written before it exists: beside it, hidden, under a name that no other save has."""
+    """Return the hidden path, beside `path`, at which a checkpoint is written; the token makes it unique."""
     return path.parent / f".{path.name}{_DRAFT}{token}"
 
 
 @contextmanager
-def claimed(draft: Path) -> Iterator[None]:
-    """Make a draft, which inside has an owner. The system takes the claim back when the process ends, however it ends.
+def locked_draft(draft: Path) -> Iterator[None]:
+    """Create a draft directory and hold its lock inside the context.
 
-    It gets its name when it is claimed: a draft without an owner is anyone's to remove.
+    The operating system releases the lock when the process ends, however it ends; other jobs remove drafts that are
+    not locked.
     """
-    handle = _made(draft)
+    handle = _create_locked(draft)
     try:
         yield
     finally:
         os.close(handle)
 
 
-def _made(draft: Path) -> int:
-    """A new draft, open and locked."""
+def _create_locked(draft: Path) -> int:
     for _ in range(_ATTEMPTS):
-        with suppress(FileNotFoundError):  # others who clean up may have taken it before it was locked
-            return _attempt(draft)
-    return _attempt(draft)
+        with suppress(FileNotFoundError):  # another job's prune() may remove it before it is locked
+            return _try_create_locked(draft)
+    return _try_create_locked(draft)
 
 
-def _attempt(draft: Path) -> int:
+def _try_create_locked(draft: Path) -> int:
+    """Create the directory under another name, lock it, then rename it: no draft is ever visible without its lock."""
     name, _, token = draft.name.rpartition(_DRAFT)
-    unclaimed, handle = draft.with_name(f"{name}{_UNCLAIMED}{token}"), -1
-    unclaimed.mkdir()
+    unlocked, handle = draft.with_name(f"{name}{_UNLOCKED}{token}"), -1
+    unlocked.mkdir()
     try:
-        handle = os.open(unclaimed, os.O_RDONLY)
-        with suppress(OSError):  # where directories cannot be locked, every draft counts as claimed
+        handle = os.open(unlocked, os.O_RDONLY)
+        with suppress(OSError):  # some file systems cannot lock directories: there, no draft counts as abandoned
             fcntl.flock(handle, fcntl.LOCK_EX)
-        unclaimed.rename(draft)
+        unlocked.rename(draft)
     except BaseException:
         if handle >= 0:
             os.close(handle)
         with suppress(OSError):
-            unclaimed.rmdir()
+            unlocked.rmdir()
         raise
     return handle
 
@@ -86,20 +95,21 @@ def _is_abandoned(draft: Path) -> bool:
 
 
 def publish(draft: Path, path: Path, manifest: Manifest) -> None:
-    """Make a checkpoint of a draft whose files are all on disk."""
+    """Turn a draft whose files are all on disk into a checkpoint."""
     write_bytes(draft / NAME, manifest.encode())
+    # The names in the draft must be on disk before the rename, and the rename before anyone relies on it.
     sync_directory(draft)
     os.rename(draft, path)
     sync_directory(path.parent)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files all have the right sizes; `CheckpointError` if it is not complete."""
+    """Return the manifest of a checkpoint whose files all have the right sizes; `CheckpointError` otherwise."""
     try:
         text = _read_text(path / NAME)
         names = os.listdir(path)
     except OSError as error:
-        raise CheckpointError(_nothing_here(path, error)) from error
+        raise CheckpointError(_describe_missing(path, error)) from error
     manifest = Manifest.decode(text, str(path / NAME))
     for file in manifest.files:
         _check_size(path / file.name, file.nbytes)
@@ -110,6 +120,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read_text(path: Path) -> bytes:
+    # Not a pipe or a device, which may block or never end.
     if not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(f"{path} is not a plain file; load another checkpoint")
     with open(path, "rb") as file:
@@ -119,33 +130,33 @@ def _read_text(path: Path) -> bytes:
     return text
 
 
-def _nothing_here(path: Path, error: OSError) -> str:
+def _describe_missing(path: Path, error: OSError) -> str:
     if path.is_file():
         return (
             f"{path} is a file, and a checkpoint is a directory; a state dict that torch.save() wrote is loaded by "
             "optimizer.load_state_dict(torch.load(path, weights_only=True))"
         )
-    story = f"{path} is not a checkpoint: {path / NAME} cannot be read, {error.strerror or error}"
-    found = [each.name for each, _ in complete_in(path)]
-    where = f"in it there are {', '.join(found[-3:])}" if found else "load another checkpoint"
-    return f"{story}; {where}, see zerostep.latest()"
+    problem = f"{path} is not a checkpoint: {path / NAME} cannot be read, {error.strerror or error}"
+    inside = [checkpoint.name for checkpoint, _ in complete_in(path)]
+    remedy = f"in it there are {', '.join(inside[-3:])}" if inside else "load another checkpoint"
+    return f"{problem}; {remedy}, see zerostep.latest()"
 
 
 def _check_size(path: Path, nbytes: int) -> None:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise CheckpointError(f"{path} is missing: {error.strerror}; load another checkpoint") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a plain file; load another checkpoint")
-    if found.st_size != nbytes:
+    if status.st_size != nbytes:
         raise CheckpointError(
-            f"{path} is damaged: it has {found.st_size} bytes instead of {nbytes}; load another checkpoint"
+            f"{path} is damaged: it has {status.st_size} bytes instead of {nbytes}; load another checkpoint"
         )
 
 
 def complete_in(root: Path) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints in a directory, oldest first."""
+    """Return the complete checkpoints in a directory, oldest first."""
     return sorted(_complete(root), key=lambda item: (item[1].created, item[1].step, item[0].name))
 
 
@@ -163,33 +174,31 @@ def _complete(root: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def newest(root: Path) -> tuple[Path, Manifest] | None:
-    """The newest complete checkpoint in a directory."""
-    found = complete_in(root)
-    return found[-1] if found else None
+    """Return the newest complete checkpoint in a directory."""
+    checkpoints = complete_in(root)
+    return checkpoints[-1] if checkpoints else None
 
 
 def prune(path: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints beside `path`, and drafts whose writers are gone.
-
-    One that is to go loses its name first: whenever this is interrupted, what has a name is complete.
-    """
+    """Remove all but the newest `keep` complete checkpoints beside `path`, and drafts whose writers have ended."""
     for old, manifest in complete_in(path.parent)[:-keep]:
-        with _only_telling(old):
-            os.rename(old, old.parent / f".{old.name}{_DOOMED}{manifest.id}")
+        with _log_failure(old):
+            # Renamed before anything in it is removed: a visible checkpoint is complete even if this is interrupted.
+            os.rename(old, old.parent / f".{old.name}{_REMOVED}{manifest.id}")
             sync_directory(old.parent)
-    for left in path.parent.iterdir():
-        with _only_telling(left):
-            kind = _kind(left)
-            if kind == _DOOMED or (kind == _DRAFT and _is_abandoned(left)):
-                shutil.rmtree(left)
-            elif kind == _UNCLAIMED and _is_abandoned(left):
-                with suppress(FileNotFoundError):  # it has just got its name
-                    left.rmdir()
+    for entry in path.parent.iterdir():
+        with _log_failure(entry):
+            kind = _kind(entry)
+            if kind == _REMOVED or (kind == _DRAFT and _is_abandoned(entry)):
+                shutil.rmtree(entry)
+            elif kind == _UNLOCKED and _is_abandoned(entry):
+                with suppress(FileNotFoundError):  # its writer has just renamed it
+                    entry.rmdir()
 
 
 @contextmanager
-def _only_telling(path: Path) -> Iterator[None]:
-    """The new checkpoint is there: what cannot be removed is no reason to call it a failure."""
+def _log_failure(path: Path) -> Iterator[None]:
+    """Log an error instead of raising it: the new checkpoint is complete, whatever could not be removed."""
     try:
         yield
     except OSError as error:
@@ -197,8 +206,8 @@ def _only_telling(path: Path) -> Iterator[None]:
 
 
 def _kind(path: Path) -> str | None:
-    """What was a checkpoint, or was to become one, and nothing else: by which sign it is hidden."""
-    found = _LEFT.fullmatch(path.name)
-    if found is None or path.is_symlink() or not path.is_dir():
+    """Return the infix of a hidden directory of ours; `None` if the name differs or it holds any other file."""
+    match = _HIDDEN.fullmatch(path.name)
+    if match is None or path.is_symlink() or not path.is_dir():
         return None
-    return found[1] if all(name == NAME or _FILE.fullmatch(name) for name in os.listdir(path)) else None
+    return match[1] if all(name == NAME or _FILE.fullmatch(name) for name in os.listdir(path)) else None

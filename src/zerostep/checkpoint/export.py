@@ -1,4 +1,4 @@
-"""`consolidate`: a checkpoint as one file for others, offline, and never more in memory than a parameter."""
+"""`consolidate`: write a checkpoint as one file for plain torch, offline, with at most one parameter in memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Tree = dict[Any, Any]
 def consolidate(
     path: str | os.PathLike[str], out: str | os.PathLike[str], part: str = "optimizer", *, masters: bool = False
 ) -> None:
-    """Write a checkpoint that `save` wrote as one file that needs nothing of zerostep. Offline: one process, no GPU.
+    """Write a checkpoint that `save` wrote as one file that plain torch reads. Offline: one process, no GPU.
 
     Arguments:
         path: the checkpoint. It is verified first.
-        out: the file to make. It must not exist yet; it appears when it is complete.
+        out: the file to write. It must not exist yet, and appears when it is complete.
         part: `"optimizer"` writes the state dict that the unsharded optimizer would have; `out` ends in `.pt`, and
             `torch.load(out, weights_only=True)` reads it. `"model"` writes the model's state dict, to a `.pt` or a
             `.safetensors` file.
-        masters: with `part="optimizer"`, also write masters, as the state `"master"`; plain optimizers do not know it.
+        masters: with `part="optimizer"`, also write masters, as the state `"master"`; plain optimizers ignore it.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     write = _writer(part, target, masters)
@@ -61,59 +61,59 @@ def _writer(part: str, out: Path, masters: bool) -> Callable[[Reader, Any], None
 
 @contextmanager
 def opened(path: Path) -> Iterator[Reader]:
-    """A checkpoint for reading, all of whose files have been compared with their checksums."""
+    """Open a checkpoint after comparing all its files with their checksums."""
     manifest = read_manifest(path)
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
         verify(path, manifest, range(len(manifest.files)), advance)
     yield Reader(path, manifest)
 
 
-# ---------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------- state dicts of tensors on disk
 
 
 def _optimizer(reader: Reader, masters: bool) -> Tree:
-    """The state dict, with tensors that are still on disk."""
-    state: Tree = {number: _entry(reader, number, masters) for number in reader.with_state}
-    return {"state": state | reader.others(StoredTensor.in_file), "param_groups": _groups(reader)}
+    """Return the optimizer's state dict, with tensors that are still on disk."""
+    state: Tree = {index: _entry(reader, index, masters) for index in reader.with_state}
+    return {"state": state | reader.global_state(StoredTensor.in_file), "param_groups": _groups(reader)}
 
 
-def _entry(reader: Reader, number: int, masters: bool) -> Tree:
-    """The counters first, as torch's optimizers have them."""
-    rest = {key: reader.value(number, key, StoredTensor.in_file) for key in reader.shared_keys(number)}
-    like = [key for key in reader.per_element_keys(number) if masters or key != MASTER]
-    entry = rest | {key: StoredTensor.per_element(reader, number, key) for key in like}
-    return {sys.intern(key): value for key, value in entry.items()}  # a file has each string object once
+def _entry(reader: Reader, index: int, masters: bool) -> Tree:
+    """Return the state of a parameter, shared state first, as in torch's optimizers."""
+    shared = {key: reader.value(index, key, StoredTensor.in_file) for key in reader.shared_keys(index)}
+    keys = [key for key in reader.per_element_keys(index) if masters or key != MASTER]
+    entry = shared | {key: StoredTensor.per_element(reader, index, key) for key in keys}
+    return {sys.intern(key): value for key, value in entry.items()}  # a pickle writes each string object once
 
 
 def _groups(reader: Reader) -> list[Tree]:
-    """A parameter that is listed twice has a name at each place."""
+    """Return the parameter groups; a parameter that is listed twice has a name at each position."""
     names = iter(spec.name for spec in reader.manifest.layout.params)
-    found = []
+    groups = []
     for group in reader.manifest.groups:
-        own = list(islice(names, len(group.params)))
-        named = {"param_names": own} if reader.manifest.named else {}
-        found.append({**named, **group.options, "params": list(group.params)})
-    return found
+        group_names = list(islice(names, len(group.params)))
+        named = {"param_names": group_names} if reader.manifest.named else {}
+        groups.append({**named, **group.options, "params": list(group.params)})
+    return groups
 
 
 def _model(reader: Reader) -> Tree:
-    """The model's state dict, with tensors that are still on disk; tied ones are the same object."""
+    """Return the model's state dict, with tensors that are still on disk; tied ones are the same object."""
     if reader.manifest.model is None:
         raise CheckpointError(
             f"{reader.path} was saved without model=, so it has no weights: take a checkpoint saved with model="
         )
-    found: Tree = {}
+    state_dict: Tree = {}
     for key, kind, *rest in reader.manifest.model:
         if kind == "param":
-            found[key] = StoredTensor.weight(reader, *rest)
+            state_dict[key] = StoredTensor.weight(reader, *rest)
         elif kind == "buffer":
-            found[key] = reader.buffer(rest[0], rest[1], StoredTensor.in_file)
+            state_dict[key] = reader.buffer(rest[0], rest[1], StoredTensor.in_file)
         else:
-            found[key] = found[rest[0]] if kind == "same" else rest[0]
-    return found
+            state_dict[key] = state_dict[rest[0]] if kind == "same" else rest[0]
+    return state_dict
 
 
-# ---------------------------------------------------------------------- writing it
+# ---------------------------------------------------------------------- writing
 
 
 def _write_pt(out: Path, tree: Tree, file: Any) -> None:
@@ -128,7 +128,7 @@ def _size(tree: Any) -> int:
 
 
 def _write_safetensors(out: Path, tree: Tree, file: Any) -> None:
-    """Every tensor once; the other names of a tied one are in the metadata, and point to the name that it is under."""
+    """Write each tensor once; the metadata maps the other names of a tied tensor to the name it is written under."""
     names: dict[StoredTensor, str] = {}
     aliases: dict[str, str] = {}
     for key, tensor in tree.items():

@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint: what it is, and what every other file in it must be. See docs/checkpoint-format.md."""
+"""The manifest of a checkpoint: layout, options and model keys, and size and SHA-256 of every other file.
+
+Decoding trusts nothing: whatever the text is, the result is a valid `Manifest` or a `CheckpointError`. The format is
+described in docs/checkpoint-format.md.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +22,28 @@ from zerostep.errors import MALFORMED, CheckpointError
 from zerostep.plan.layout import Layout
 from zerostep.version import __version__
 
-__all__ = ["NAME", "FileRecord", "GroupRecord", "Manifest", "file_name", "put_small", "take_small"]
+__all__ = ["MOST_BYTES", "NAME", "FileRecord", "GroupRecord", "Manifest", "decode_value", "encode_value", "file_name"]
 
 NAME = "manifest.json"
 FORMAT, VERSION = "zerostep", 1
 MOST_BYTES = 256 << 20
-_SMALL_TENSOR = 64
+_MOST_ELEMENTS = 64
 _HEX = re.compile(r"[0-9a-f]+")
 _KEYS = frozenset(
     "format version written_by id created step layout named orders groups model extra files".split()  # noqa: SIM905
 )
-_KINDS = {"param": (str, str, int), "buffer": (str, str, int, int), "same": (str, str, str)}
+# The types in an entry of the model's state dict, by its kind: key, kind, and where the value is stored.
+_ENTRY_TYPES = {"param": (str, str, int), "buffer": (str, str, int, int), "same": (str, str, str)}
 
 
 def file_name(rank: int) -> str:
-    """The only name that the file of a rank may have."""
+    """Return the name of a rank's file."""
     return f"rank-{rank}.safetensors"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its name, its size, and the SHA-256 of what is in it."""
+    """One file: its name, its size in bytes and its SHA-256."""
 
     name: str
     nbytes: int
@@ -47,16 +52,20 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """One parameter group: its options, the numbers of its parameters, and the class of its optimizer."""
+    """One parameter group: its options, the indices of its parameters and the class name of its optimizer."""
 
     options: Mapping[str, Any]
     params: tuple[int, ...]
-    kind: str
+    optimizer_name: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint described."""
+    """The description of a checkpoint.
+
+    `orders` has the order of dimensions in memory of parameters that are not contiguous, `model` the entries of the
+    model's state dict, `extra` one value, or one for each rank.
+    """
 
     id: str
     created: int
@@ -71,7 +80,7 @@ class Manifest:
     written_by: str = __version__
 
     def encode(self) -> bytes:
-        """The text of `manifest.json`."""
+        """Return the text of `manifest.json`."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -81,13 +90,17 @@ class Manifest:
             "step": self.step,
             "layout": json.loads(self.layout.to_json()),
             "named": self.named,
-            "orders": {str(number): list(order) for number, order in self.orders.items()},
+            "orders": {str(index): list(order) for index, order in self.orders.items()},
             "groups": [
-                {"options": encode(dict(group.options), put_small), "params": list(group.params), "class": group.kind}
+                {
+                    "options": encode_value(dict(group.options)),
+                    "params": list(group.params),
+                    "class": group.optimizer_name,
+                }
                 for group in self.groups
             ],
             "model": None if self.model is None else [_encode_entry(entry) for entry in self.model],
-            "extra": [encode(extra, put_small) for extra in self.extra],
+            "extra": [encode_value(extra) for extra in self.extra],
             "files": [{"name": file.name, "bytes": file.nbytes, "sha256": file.sha256} for file in self.files],
         }
         text = _canonical(body)
@@ -95,7 +108,7 @@ class Manifest:
 
     @staticmethod
     def decode(text: bytes, where: str) -> Manifest:
-        """What `encode` wrote; `CheckpointError`, which names the file `where`, for anything else."""
+        """Return the manifest that `encode` wrote; `CheckpointError` for any other text. `where` is the file's name."""
         try:
             body = _body(json.loads(text))
             _check_version(body, where)
@@ -103,14 +116,14 @@ class Manifest:
         except CheckpointError:
             raise
         except MALFORMED as error:
-            story = f"{where} is damaged: {str(error)[:200] or type(error).__name__}"
-            raise CheckpointError(f"{story}; load another checkpoint") from error
+            problem = str(error)[:200] or type(error).__name__
+            raise CheckpointError(f"{where} is damaged: {problem}; load another checkpoint") from error
 
 
-def _body(found: Any) -> dict[str, Any]:
-    """The text may be spaced in any way, but must say what was said when it was signed."""
-    body: dict[str, Any] = found["manifest"]
-    if set(found) != {"sha256", "manifest"} or found["sha256"] != _digest(_canonical(body)):
+def _body(signed: Any) -> dict[str, Any]:
+    """Return the manifest's body after checking its SHA-256, which does not depend on white space."""
+    body: dict[str, Any] = signed["manifest"]
+    if set(signed) != {"sha256", "manifest"} or signed["sha256"] != _digest(_canonical(body)):
         raise ValueError("its SHA-256 is not that of its content")
     return body
 
@@ -143,73 +156,83 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         orders=dict(_order(key, value, layout) for key, value in _exact(body["orders"], dict).items()),
         groups=tuple(_group(group, layout) for group in _exact(body["groups"], list)),
         model=None if body["model"] is None else tuple(_model(_exact(body["model"], list), layout)),
-        extra=tuple(decode(extra, lambda kind, items: take_small(*items)) for extra in _exact(body["extra"], list)),
+        extra=tuple(decode_value(extra) for extra in _exact(body["extra"], list)),
         files=tuple(_file(rank, file) for rank, file in enumerate(_files(body["files"], layout))),
         written_by=_exact(body["written_by"], str),
     )
 
 
-def _group(found: Mapping[str, Any], layout: Layout) -> GroupRecord:
-    options = decode(found["options"], lambda kind, items: take_small(*items))
-    params = tuple(_index(number, layout) for number in _exact(found["params"], list))
-    return GroupRecord(_exact(options, dict), params, _exact(found["class"], str))
+def _group(group: Mapping[str, Any], layout: Layout) -> GroupRecord:
+    params = tuple(_index(index, layout) for index in _exact(group["params"], list))
+    return GroupRecord(_exact(decode_value(group["options"]), dict), params, _exact(group["class"], str))
 
 
 def _model(entries: Sequence[Any], layout: Layout) -> list[tuple[Any, ...]]:
-    """Every key once, everything it points to there."""
-    found: dict[str, tuple[Any, ...]] = {}
+    """Return the decoded entries: each key once, and each reference to something that exists."""
+    decoded: dict[str, tuple[Any, ...]] = {}
     for entry in entries:
         key, kind, *rest = _exact(entry, list)
-        if kind != "value" and tuple(map(type, entry)) != _KINDS[kind]:
+        if kind != "value" and tuple(map(type, entry)) != _ENTRY_TYPES[kind]:
             raise ValueError(f"{str(entry)[:80]} does not describe an entry of a model")
         if kind == "value":
             (tree,) = rest
-            rest = [decode(tree, lambda kind, items: take_small(*items))]
+            rest = [decode_value(tree)]
         if kind == "param":
             _index(rest[0], layout)
         if kind == "buffer" and not (0 <= rest[0] < layout.world_size and rest[1] >= 0):
             raise ValueError(f"{str(entry)[:80]} is stored nowhere")
-        if _exact(key, str) in found or (kind == "same" and found[rest[0]][1] == "same"):
+        if _exact(key, str) in decoded or (kind == "same" and decoded[rest[0]][1] == "same"):
             raise ValueError(f"the model's {key[:80]!r} is described twice, or by a chain")
-        found[key] = (key, kind, *rest)
-    return list(found.values())
+        decoded[key] = (key, kind, *rest)
+    return list(decoded.values())
 
 
 def _encode_entry(entry: Sequence[Any]) -> list[Any]:
     key, kind, *rest = entry
-    return [key, kind, encode(rest[0], put_small)] if kind == "value" else list(entry)
+    return [key, kind, encode_value(rest[0])] if kind == "value" else list(entry)
 
 
-def _files(found: Any, layout: Layout) -> list[Any]:
-    files: list[Any] = _exact(found, list)
+def _files(value: Any, layout: Layout) -> list[Any]:
+    files: list[Any] = _exact(value, list)
     if len(files) != layout.world_size:
         raise ValueError(f"it lists {len(files)} files for {layout.world_size} ranks")
     return files
 
 
-def _file(rank: int, found: Mapping[str, Any]) -> FileRecord:
-    if found["name"] != file_name(rank):
-        raise ValueError(f"it calls the file of rank {rank} {str(found['name'])[:80]!r} instead of {file_name(rank)!r}")
-    return FileRecord(found["name"], _count(found["bytes"]), _hex(found["sha256"], 64))
+def _file(rank: int, file: Mapping[str, Any]) -> FileRecord:
+    if file["name"] != file_name(rank):
+        raise ValueError(f"it calls the file of rank {rank} {str(file['name'])[:80]!r} instead of {file_name(rank)!r}")
+    return FileRecord(file["name"], _count(file["bytes"]), _hex(file["sha256"], 64))
 
 
-def put_small(tensor: Tensor) -> list[Any]:
-    """A small tensor, such as a learning rate, as text."""
-    if tensor.numel() > _SMALL_TENSOR:
+def encode_value(value: Any, path: str = "value") -> Any:
+    """Convert a nested value into JSON values; small tensors, such as a learning rate, become text.
+
+    `TypeError`, which names the `path` of the value, for anything else.
+    """
+    return encode(value, _encode_tensor, path)
+
+
+def decode_value(tree: Any) -> Any:
+    """Return the value that `encode_value` converted; malformed input raises one of `MALFORMED`."""
+    return decode(tree, lambda kind, items: _decode_tensor(*items))
+
+
+def _encode_tensor(tensor: Tensor) -> list[Any]:
+    if tensor.numel() > _MOST_ELEMENTS:
         raise TypeError(
             f"a tensor of shape {tuple(tensor.shape)} cannot be part of a manifest, only tensors of up to "
-            f"{_SMALL_TENSOR} elements can: keep it in the model or in the state of a parameter"
+            f"{_MOST_ELEMENTS} elements can: keep it in the model or in the state of a parameter"
         )
-    values = [encode(value, put_small) for value in tensor.detach().cpu().reshape(-1).tolist()]
+    values = [encode_value(value) for value in tensor.detach().cpu().reshape(-1).tolist()]
     return ["tensor", dtype_name(tensor.dtype), list(tensor.shape), values]
 
 
-def take_small(name: str, shape: list[int], values: list[Any]) -> Tensor:
-    """The tensor that `put_small` wrote."""
-    if len(values) > _SMALL_TENSOR or prod(map(_count, shape)) != len(values):
+def _decode_tensor(name: str, shape: list[int], values: list[Any]) -> Tensor:
+    if len(values) > _MOST_ELEMENTS or prod(map(_count, shape)) != len(values):
         raise ValueError(f"a tensor of shape {str(shape)[:80]} does not have {len(values)} elements")
-    found = [decode(value, lambda kind, items: take_small(*items)) for value in values]
-    return torch.tensor(found, dtype=dtype_named(name)).reshape(shape)
+    elements = [decode_value(value) for value in values]
+    return torch.tensor(elements, dtype=dtype_named(name)).reshape(shape)
 
 
 def _canonical(body: Any) -> bytes:
@@ -220,15 +243,15 @@ def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _index(number: Any, layout: Layout) -> int:
-    return range(len(layout.params))[_count(number)]
+def _index(value: Any, layout: Layout) -> int:
+    return range(len(layout.params))[_count(value)]
 
 
-def _order(key: str, found: Any, layout: Layout) -> tuple[int, tuple[int, ...]]:
-    number, order = _index(int(key), layout), tuple(_count(dim) for dim in _exact(found, list))
-    if sorted(order) != [dim for dim, size in enumerate(layout.params[number].shape) if size > 1]:
-        raise ValueError(f"{order} is no order of the dimensions of parameter {number}")
-    return number, order
+def _order(key: str, dims: Any, layout: Layout) -> tuple[int, tuple[int, ...]]:
+    index, order = _index(int(key), layout), tuple(_count(dim) for dim in _exact(dims, list))
+    if sorted(order) != [dim for dim, size in enumerate(layout.params[index].shape) if size > 1]:
+        raise ValueError(f"{order} is no order of the dimensions of parameter {index}")
+    return index, order
 
 
 def _hex(value: Any, digits: int) -> str:
@@ -238,12 +261,12 @@ def _hex(value: Any, digits: int) -> str:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or value < 0:  # not isinstance: True is no count
         raise ValueError(f"{str(value)[:80]!r} stands where a count is needed")
     return value
 
 
-def _exact(value: Any, kind: type[Any]) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{str(value)[:80]!r} stands where a {kind.__name__} is needed")
+def _exact(value: Any, wanted: type[Any]) -> Any:
+    if type(value) is not wanted:
+        raise ValueError(f"{str(value)[:80]!r} stands where a {wanted.__name__} is needed")
     return value

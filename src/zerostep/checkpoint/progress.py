@@ -1,4 +1,4 @@
-"""A bar for what takes long: on rank 0, on a terminal, and only if rich is installed."""
+"""A progress bar for large files: on rank 0, on a terminal, and only if rich is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONG = 64 << 20  # bytes
 
 @contextmanager
 def progress(title: str, total: int, rank: int = 0) -> Iterator[Callable[[int], None]]:
-    """Yields what to call with the number of bytes done since the last call."""
+    """Yield a function to call with the number of bytes done since its last call."""
     if rank or total < _LONG or not sys.stderr.isatty():
         yield lambda count: None
         return

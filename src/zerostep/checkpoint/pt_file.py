@@ -1,7 +1,7 @@
-"""A file that `torch.load(..., weights_only=True)` reads, written without holding what is in it.
+"""Write a file for `torch.load(..., weights_only=True)` without holding its tensors in memory.
 
-`torch.save` wants all tensors in memory. Its format is a zip archive, stored and not compressed: `data.pkl` has the
-values, with a reference wherever a tensor's bytes are needed, and `data/0`, `data/1`, ... have these bytes.
+`torch.save` needs all tensors in memory. Its format is an uncompressed zip archive: `data.pkl` has the values, with a
+reference in place of each tensor's bytes, and `data/0`, `data/1`, ... have these bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zerostep.checkpoint.tensor_file import memory_of
 __all__ = ["write_pt"]
 
 _ROOT, _VERSION, _PROTOCOL = "archive", b"3\n", 2
-_ALIGNMENT = 64  # so that torch.load(..., mmap=True) gives tensors that begin where torch wants them
-_PADDING = b"FB"  # how torch marks the bytes that it puts in for that
+_ALIGNMENT = 64  # so that torch.load(..., mmap=True) gives aligned tensors
+_PADDING = b"FB"  # the id of the extra field in which torch puts the padding
 _LOCAL_HEADER, _ZIP64_EXTRA, _ZIP64_FROM = 30, 20, 1 << 31
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
@@ -45,20 +45,23 @@ _STORAGES = {
 
 
 def write_pt(file: BinaryIO, value: Any, advance: Callable[[int], None]) -> None:
-    """Write a nested value; a `StoredTensor` in it becomes a tensor, and one that stands twice the same tensor."""
-    text = io.BytesIO()
-    pickler = _Pickler(text)
+    """Write a nested value; each `StoredTensor` in it loads as a tensor, the same one wherever it occurs again."""
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
     pickler.dump(value)
     with ZipFile(file, "w") as archive:
-        archive.writestr(ZipInfo(f"{_ROOT}/data.pkl"), text.getvalue())
+        archive.writestr(ZipInfo(f"{_ROOT}/data.pkl"), pickled.getvalue())
         archive.writestr(ZipInfo(f"{_ROOT}/byteorder"), sys.byteorder)
-        for number, tensor in enumerate(pickler.tensors):
-            _write(archive, file, f"{_ROOT}/data/{number}", tensor, advance)
+        for index, tensor in enumerate(pickler.tensors):
+            _write_tensor(archive, file, f"{_ROOT}/data/{index}", tensor, advance)
         archive.writestr(ZipInfo(f"{_ROOT}/version"), _VERSION)
 
 
-def _write(archive: ZipFile, file: BinaryIO, name: str, tensor: StoredTensor, advance: Callable[[int], None]) -> None:
+def _write_tensor(
+    archive: ZipFile, file: BinaryIO, name: str, tensor: StoredTensor, advance: Callable[[int], None]
+) -> None:
     entry, large = ZipInfo(name), tensor.nbytes >= _ZIP64_FROM
+    # The padding follows from where this entry's data begins, so headers must have exactly the sizes given here.
     head = file.tell() + _LOCAL_HEADER + len(name) + (_ZIP64_EXTRA if large else 0) + 2 * len(_PADDING)
     gap = -head % _ALIGNMENT
     entry.extra = _PADDING + gap.to_bytes(2, "little") + bytes(gap)
@@ -70,13 +73,13 @@ def _write(archive: ZipFile, file: BinaryIO, name: str, tensor: StoredTensor, ad
 
 @dataclass(frozen=True)
 class _Storage:
-    """What stands for a tensor's bytes in the text."""
+    """The reference in `data.pkl` to a tensor's bytes."""
 
     record: tuple[Any, ...]
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what `torch.save` writes, and lists the tensors whose bytes must follow."""
+    """Writes what `torch.save` writes, and collects the tensors whose bytes must follow."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -90,13 +93,13 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         tensor = obj if isinstance(obj, StoredTensor) else StoredTensor.in_memory(obj)
         self.tensors.append(tensor)
-        return self._rebuilt(tensor, str(len(self.tensors) - 1))
+        return self._rebuild_call(tensor, str(len(self.tensors) - 1))
 
-    def _rebuilt(self, tensor: StoredTensor, key: str) -> tuple[Any, ...]:
-        kind = _STORAGES.get(tensor.dtype)
-        hooks: OrderedDict[str, Any] = OrderedDict()  # OrderedDict[str, Any]() would remember its types in the file
-        place = 0, tensor.shape, tensor.strides, False, hooks
-        if kind is not None:
-            return _rebuild_tensor_v2, (_Storage(("storage", kind, key, "cpu", tensor.numel)), *place)
+    def _rebuild_call(self, tensor: StoredTensor, key: str) -> tuple[Any, ...]:
+        storage_class = _STORAGES.get(tensor.dtype)
+        hooks: OrderedDict[str, Any] = OrderedDict()  # OrderedDict[str, Any]() would write its types into the file
+        arguments = 0, tensor.shape, tensor.strides, False, hooks
+        if storage_class is not None:
+            return _rebuild_tensor_v2, (_Storage(("storage", storage_class, key, "cpu", tensor.numel)), *arguments)
         storage = _Storage(("storage", torch.UntypedStorage, key, "cpu", tensor.nbytes))
-        return _rebuild_tensor_v3, (storage, *place, tensor.dtype)
+        return _rebuild_tensor_v3, (storage, *arguments, tensor.dtype)

@@ -1,6 +1,6 @@
-"""`reshard`: a checkpoint for another number of ranks, offline, a chunk at a time.
+"""`reshard`: rewrite a checkpoint for another number of ranks, offline, a chunk at a time.
 
-`load` reads any checkpoint at any world size, so no run needs this; it spares many ranks from reading the same few
+`load` reads any checkpoint at any world size, so this is never required; it avoids that many ranks read the same few
 files.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostep.checkpoint.directory import claimed, draft_of, publish
+from zerostep.checkpoint.directory import draft_of, locked_draft, publish
 from zerostep.checkpoint.export import opened
 from zerostep.checkpoint.manifest import FileRecord, file_name
 from zerostep.checkpoint.progress import progress
-from zerostep.checkpoint.reader import Reader
+from zerostep.checkpoint.reader import Reader, Take
 from zerostep.checkpoint.single_file import check_free
 from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import TensorFile, write_streamed
@@ -34,17 +34,16 @@ from zerostep.version import __version__
 
 __all__ = ["reshard"]
 
-Advance = Callable[[int], None]
 Entries = tuple[tuple[Any, ...], ...]
 
 
 def reshard(path: str | os.PathLike[str], out: str | os.PathLike[str], world_size: int) -> None:
-    """Write a checkpoint once more, as `world_size` ranks would have. Offline: one process, no GPU.
+    """Rewrite a checkpoint as `world_size` ranks would have saved it. Offline: one process, no GPU.
 
     Arguments:
         path: the checkpoint. It is verified first, and stays as it is.
-        out: the directory to make. It must not exist yet; it appears when it is complete.
-        world_size: for how many ranks. Loading the result gives what loading the original gives.
+        out: the directory to write. It must not exist yet, and appears when it is complete.
+        world_size: the new number of ranks. Loading the result gives what loading the original gives.
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size must be a number of ranks, at least 1; got {world_size!r}")
@@ -62,9 +61,9 @@ def _write(reader: Reader, target: Path, layout: Layout) -> None:
     entries = None if old.model is None else _entries(reader, old.model, layout.world_size)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with claimed(draft):
+        with locked_draft(draft):
             files = _write_files(reader, draft, token, layout, entries)
-            # Of the time of its original, so that it is not taken for the newest of a series.
+            # The original's time plus one: the copy must not become the newest checkpoint of a series.
             new = replace(old, id=token, created=old.created + 1, layout=layout, model=entries, files=files)
             check_free(target)
             publish(draft, target, replace(new, written_by=__version__))
@@ -76,33 +75,33 @@ def _write(reader: Reader, target: Path, layout: Layout) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------- who will own what
+# ---------------------------------------------------------------------- the model's entries
 
 
 def _entries(reader: Reader, model: Entries, world_size: int) -> Entries:
-    """The model's entries, with buffers where least has to be written."""
-    loads, found = [0] * world_size, []
-    for place, (key, kind, *rest) in enumerate(model):
+    """Return the model's entries, each buffer assigned to the rank that has fewest bytes to write."""
+    loads, entries = [0] * world_size, []
+    for position, (key, kind, *rest) in enumerate(model):
         if kind == "buffer":
             rank = loads.index(min(loads))
             loads[rank] += reader.buffer(rest[0], rest[1], StoredTensor.in_file).nbytes
-            rest = [rank, place]
-        found.append((key, kind, *rest))
-    return tuple(found)
+            rest = [rank, position]
+        entries.append((key, kind, *rest))
+    return tuple(entries)
 
 
-# ---------------------------------------------------------------------- what each of them will have
+# ---------------------------------------------------------------------- the file of each rank
 
 
 @dataclass(frozen=True)
 class _NewFile:
-    """One rank's file before it is written: its tensors are still in those of the original."""
+    """One rank's file before it is written; its tensors are still in the files of the original."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
-    def encoded(self, read: Callable[[Callable[[TensorFile, str], Any]], Any]) -> Any:
-        """A value that `read` finds, as text; its tensors, which no one reads now, become some of this file."""
+    def encode(self, read: Callable[[Take], Any]) -> Any:
+        """Encode the value that `read` returns; its tensors are added to this file without reading them."""
         stored: deque[StoredTensor] = deque()
 
         def take(file: TensorFile, name: str) -> Tensor:
@@ -110,54 +109,53 @@ class _NewFile:
             return torch.empty(stored[-1].shape, dtype=stored[-1].dtype, device="meta")
 
         def put(tensor: Tensor) -> list[Any]:
-            place = len(self.tensors)
-            self.tensors[f"tensor.{place}"] = stored.popleft()  # encoding meets them as decoding did
-            return ["stored", place]
+            position = len(self.tensors)
+            self.tensors[f"tensor.{position}"] = stored.popleft()  # encoding visits them in the order of decoding
+            return ["stored", position]
 
         return encode(read(take), put)
 
 
 def _file(reader: Reader, token: str, layout: Layout, entries: Entries | None, rank: int) -> _NewFile:
-    found, held = _NewFile(), set(reader.with_state)
-    parts = {each.param: each.part for each in layout.fragments(rank)}
-    state = [_state(reader, found, number, part) for number, part in parts.items() if number in held]
-    others = {
-        key: found.encoded(lambda take, key=key: reader.others(take)[key])  # type: ignore[misc]
-        for key in (reader.others(StoredTensor.in_file) if rank == 0 else ())
+    file, with_state = _NewFile(), set(reader.with_state)
+    parts = {fragment.param: fragment.part for fragment in layout.fragments(rank)}
+    state = [_state(reader, file, index, part) for index, part in parts.items() if index in with_state]
+    global_state = {
+        key: file.encode(lambda take, key=key: reader.global_state(take)[key])  # type: ignore[misc]
+        for key in (reader.global_state(StoredTensor.in_file) if rank == 0 else ())
     }
-    found.about.update({"id": token, "rank": rank, "state": state, "others": others})
-    for place, (_, kind, *rest) in enumerate(entries or ()):
+    file.metadata.update({"id": token, "rank": rank, "state": state, "others": global_state})
+    for position, (_, kind, *rest) in enumerate(entries or ()):
         if kind == "param" and rest[0] in parts:
-            found.tensors[f"model.{rest[0]}"] = StoredTensor.weight(reader, rest[0]).part(parts[rest[0]])
+            file.tensors[f"model.{rest[0]}"] = StoredTensor.weight(reader, rest[0]).part(parts[rest[0]])
         elif kind == "buffer" and rest[0] == rank and reader.manifest.model is not None:
-            old = reader.manifest.model[place][2:]
-            found.tensors[f"buffer.{rest[1]}"] = reader.buffer(old[0], old[1], StoredTensor.in_file)
-    return found
+            old = reader.manifest.model[position][2:]
+            file.tensors[f"buffer.{rest[1]}"] = reader.buffer(old[0], old[1], StoredTensor.in_file)
+    return file
 
 
-def _state(reader: Reader, file: _NewFile, number: int, part: Span) -> list[Any]:
-    like = list(reader.per_element_keys(number))
-    for key in like:
-        file.tensors[f"state.{number}.{key}"] = StoredTensor.per_element(reader, number, key).part(part)
-    rest = {
-        key: file.encoded(lambda take, key=key: reader.value(number, key, take))  # type: ignore[misc]
-        for key in reader.shared_keys(number)
+def _state(reader: Reader, file: _NewFile, index: int, part: Span) -> list[Any]:
+    per_element = list(reader.per_element_keys(index))
+    for key in per_element:
+        file.tensors[f"state.{index}.{key}"] = StoredTensor.per_element(reader, index, key).part(part)
+    shared = {
+        key: file.encode(lambda take, key=key: reader.value(index, key, take))  # type: ignore[misc]
+        for key in reader.shared_keys(index)
     }
-    return [number, part.start, part.stop, like, rest]
+    return [index, part.start, part.stop, per_element, shared]
 
 
 def _write_files(
     reader: Reader, draft: Path, token: str, layout: Layout, entries: Entries | None
 ) -> tuple[FileRecord, ...]:
-    found = []
+    records = []
     total = sum(file.nbytes for file in reader.manifest.files)
     with progress(f"writing {layout.world_size} files", total) as advance:
         for rank in range(layout.world_size):
             file = _file(reader, token, layout, entries, rank)
-            found.append(
-                write_streamed(draft / file_name(rank), file.tensors, file.about, _chunks_of(file.tensors), advance)
-            )
-    return tuple(found)
+            chunks = _chunks_of(file.tensors)
+            records.append(write_streamed(draft / file_name(rank), file.tensors, file.metadata, chunks, advance))
+    return tuple(records)
 
 
 def _chunks_of(tensors: Mapping[str, StoredTensor]) -> Callable[[str], Any]:

@@ -1,4 +1,4 @@
-"""One file that exists completely or not at all."""
+"""A single output file that exists completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_free", "new_file"]
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which gets its name when it is complete and on disk; a failure leaves nothing."""
+    """Yield a file to write to; it gets its name when it is complete and on disk, and a failure leaves nothing."""
     check_free(path)
     draft = draft_of(path, secrets.token_hex(16))
     try:
@@ -27,7 +27,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _name(draft, path)
+        _rename_new(draft, path)
         sync_directory(path.parent)
     except OSError as error:
         raise CheckpointError(
@@ -39,18 +39,19 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_free(path: Path) -> None:
-    """`CheckpointError` if there is something of that name."""
+    """Raise `CheckpointError` if the path exists."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: choose another name, or remove it first")
 
 
-def _name(draft: Path, path: Path) -> None:
-    """A link never takes the place of another file, as a rename does; but not every file system has links."""
+def _rename_new(draft: Path, path: Path) -> None:
+    """Give the draft its final name without replacing a file that has appeared meanwhile."""
     try:
         os.link(draft, path)
     except FileExistsError:
         check_free(path)
         raise
     except OSError:
+        # No hard links here. Between the check and the rename, another process could still create the file.
         check_free(path)
         os.rename(draft, path)

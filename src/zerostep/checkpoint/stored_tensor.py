@@ -1,4 +1,4 @@
-"""Tensors that are still on disk, and tell their shape before anybody reads them."""
+"""Tensors on disk whose shape, strides and dtype are known before their elements are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A dense tensor of which `read` finds any elements, in the order of its memory."""
+    """A dense tensor; `read` returns any range of its elements, in the order of its memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -33,7 +33,7 @@ class StoredTensor:
 
     @staticmethod
     def in_file(file: TensorFile, name: str) -> StoredTensor:
-        """A whole tensor of a file."""
+        """Return a whole tensor of a file."""
         shape = file.shape(name)
         return StoredTensor(
             shape, _row_major(shape), file.dtype(name), lambda span: file.read(name, span.start, span.stop)
@@ -41,7 +41,7 @@ class StoredTensor:
 
     @staticmethod
     def in_memory(tensor: Tensor) -> StoredTensor:
-        """A tensor that is not on disk after all."""
+        """Wrap a tensor in memory; a copy only if it is not dense or not in host memory."""
         whole = tensor.detach().cpu()
         whole = whole if is_dense(whole) else whole.contiguous()
         flat = flat_alias(whole)
@@ -50,14 +50,14 @@ class StoredTensor:
         )
 
     @staticmethod
-    def per_element(reader: Reader, number: int, key: str) -> StoredTensor:
-        """The state `key` of a whole parameter, in the parameter's shape and strides."""
-        return _shaped(reader, number, reader.per_element_keys(number)[key], partial(reader.elements, number, key))
+    def per_element(reader: Reader, index: int, key: str) -> StoredTensor:
+        """Return the per-element state `key` of a whole parameter, in the parameter's shape and strides."""
+        return _shaped(reader, index, reader.per_element_keys(index)[key], partial(reader.elements, index, key))
 
     @staticmethod
-    def weight(reader: Reader, number: int) -> StoredTensor:
-        """A whole parameter."""
-        return _shaped(reader, number, reader.weight_dtype(number), partial(reader.weight, number))
+    def weight(reader: Reader, index: int) -> StoredTensor:
+        """Return a whole parameter."""
+        return _shaped(reader, index, reader.weight_dtype(index), partial(reader.weight, index))
 
     @property
     def numel(self) -> int:
@@ -70,17 +70,17 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
     def part(self, part: Span) -> StoredTensor:
-        """Some of its elements, flat."""
+        """Return some of its elements, flat."""
         return StoredTensor((part.length,), (1,), self.dtype, lambda span: self.read(span.shift(part.start)))
 
     def chunks(self) -> Iterator[Tensor]:
-        """All elements, a few at a time, in the order of memory."""
+        """Yield all elements in chunks, in the order of memory."""
         step = _CHUNK // self.dtype.itemsize
         for start in range(0, self.numel, step):
             yield self.read(Span(start, min(start + step, self.numel)))
 
     def rows(self) -> Iterator[Tensor]:
-        """All elements, a few at a time, in row-major order; what lies in another order is read as a whole."""
+        """Yield all elements in chunks, in row-major order; a tensor with another memory order is read as a whole."""
         if self._is_row_major:
             return self.chunks()
         return _halves(self.read(Span(0, self.numel)).as_strided(self.shape, self.strides))
@@ -90,13 +90,13 @@ class StoredTensor:
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
 
-def _shaped(reader: Reader, number: int, dtype: torch.dtype, read: Callable[[Span], Tensor]) -> StoredTensor:
-    shape = reader.spec(number).shape
-    return StoredTensor(shape, _strides(shape, reader.order(number)), dtype, read)
+def _shaped(reader: Reader, index: int, dtype: torch.dtype, read: Callable[[Span], Tensor]) -> StoredTensor:
+    shape = reader.spec(index).shape
+    return StoredTensor(shape, _strides(shape, reader.order(index)), dtype, read)
 
 
 def _halves(tensor: Tensor) -> Iterator[Tensor]:
-    """In row-major order, in pieces that are small enough to be copied."""
+    """Yield the elements in row-major order; at most one chunk is copied at a time."""
     if tensor.nbytes <= _CHUNK:
         yield tensor.contiguous()
         return
@@ -110,11 +110,11 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose dimensions lie in this order; those of length one as torch chooses them."""
+    """Return the strides of a dense tensor with this order of dimensions; those of length one as torch chooses them."""
     for memory_format in (torch.contiguous_format, _FORMATS.get(len(shape), torch.contiguous_format)):
         usual = torch.empty(shape, device="meta", memory_format=memory_format)
         if order_of(usual) == order:
             return usual.stride()
     steps = list(accumulate((shape[dim] for dim in reversed(order)), int.__mul__, initial=1))
-    found = dict(zip(reversed(order), steps, strict=False))
-    return tuple(found.get(dim, 1) for dim in range(len(shape)))
+    stride_of = dict(zip(reversed(order), steps, strict=False))
+    return tuple(stride_of.get(dim, 1) for dim in range(len(shape)))

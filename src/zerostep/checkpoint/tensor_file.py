@@ -1,7 +1,7 @@
-"""One file of tensors: written in a stream, hashed on the way, read by the span.
+"""One safetensors file: written and hashed in a stream, read by element range.
 
-The bytes are those of safetensors. Its library writes only what lies in memory in one piece, and hashes nothing; so the
-writing is done here. Whether a header is sound is for the library to say.
+The safetensors library needs all tensors in memory to write and computes no hash, so files are written here. When one
+is read, the library validates the header.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ __all__ = [
 Advance = Callable[[int], None]
 
 METADATA = "zerostep"
-_ALL = 0  # a queue without an end
+_UNBOUNDED = 0  # maxsize of a queue without a limit
 _LONGEST_HEADER = 90_000_000
 _CHUNK = 8 << 20
+_MOST_READ = 1 << 30  # Linux reads at most 2 GiB in one call
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -59,7 +60,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Described(Protocol):
-    """A tensor, or what will be one."""
+    """A tensor or the description of one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -72,32 +73,35 @@ class Described(Protocol):
 # ---------------------------------------------------------------------- writing
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], advance: Advance) -> FileRecord:
-    """Write contiguous tensors, wherever they lie, and force them to disk; at most two chunks are held at a time."""
-    in_place = all(tensor.device.type == "cpu" for tensor in tensors.values())  # then chunks are no memory of their own
-    behind = _ALL if in_place else 1
-    return write_streamed(path, tensors, about, lambda name: _chunks(tensors[name]), advance, behind)
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], advance: Advance
+) -> FileRecord:
+    """Write contiguous tensors of any device and force them to disk; at most two chunks are copied at a time."""
+    # Chunks of tensors in host memory are views and cost nothing, so the hash may lag behind by any number of them.
+    in_place = all(tensor.device.type == "cpu" for tensor in tensors.values())
+    max_queued = _UNBOUNDED if in_place else 1
+    return write_streamed(path, tensors, metadata, lambda name: _chunks(tensors[name]), advance, max_queued)
 
 
 def write_streamed(
     path: Path,
     tensors: Mapping[str, Described],
-    about: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     chunks: Callable[[str], Iterable[Tensor]],
     advance: Advance,
-    behind: int = 1,
+    max_queued: int = 1,
 ) -> FileRecord:
-    """Write tensors that come in pieces: `chunks` has those of a name, in order, and only when their turn has come.
+    """Write tensors chunk by chunk and force them to disk; `chunks` is called for each name when its turn comes.
 
-    They are hashed beside, at most so many chunks `behind`.
+    A second thread hashes the chunks; at most `max_queued` of them wait for it (0: any number).
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # keeps each one aligned
-    odd = {
+    as_bytes = {
         name: [dtype_name(tensor.dtype), list(tensor.shape)]
         for name, tensor in ordered.items()
         if not has_name(tensor.dtype)
     }
-    header = header_of(ordered, {METADATA: json.dumps({**about, "dtypes": odd})})
+    header = header_of(ordered, {METADATA: json.dumps({**metadata, "dtypes": as_bytes})})
     if len(header) > _LONGEST_HEADER:
         raise CheckpointError(
             f"{path.name} would need a header of {len(header)} bytes, and readers take at most {_LONGEST_HEADER}: the "
@@ -105,7 +109,7 @@ def write_streamed(
         )
     pieces = (memory_of(chunk) for name in ordered for chunk in chunks(name))
     with open(path, "xb", buffering=0) as file:
-        digest, nbytes = _stream(file, chain([memoryview(header)], pieces), advance, behind)
+        digest, nbytes = _stream(file, chain([memoryview(header)], pieces), advance, max_queued)
     return FileRecord(path.name, nbytes, digest)
 
 
@@ -118,7 +122,7 @@ def write_bytes(path: Path, text: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Force the names in a directory to disk."""
+    """Force the entries of a directory to disk: a new or renamed file survives a crash only after that."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -132,13 +136,13 @@ def has_name(dtype: torch.dtype) -> bool:
 
 
 def header_of(tensors: Mapping[str, Described], metadata: Mapping[str, str]) -> bytes:
-    """How a file begins whose tensors follow in this order; those of a dtype without a name are called bytes."""
-    found: dict[str, Any] = {"__metadata__": dict(metadata)}
+    """Return the header of a file with these tensors in this order; a dtype without a name is stored as bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))
     for (name, tensor), start, stop in zip(tensors.items(), ends, ends[1:], strict=False):
         shape = list(tensor.shape) if has_name(tensor.dtype) else [tensor.nbytes]
-        found[name] = {"dtype": _NAMES.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [start, stop]}
-    text = json.dumps(found, separators=(",", ":")).encode()
+        header[name] = {"dtype": _NAMES.get(tensor.dtype, "U8"), "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -150,7 +154,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied."""
+    """Return the bytes of a contiguous tensor in host memory, not copied; the view keeps the memory alive."""
     return _bytes_of(tensor).numpy().data
 
 
@@ -159,10 +163,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
-def _stream(file: BinaryIO, pieces: Iterator[memoryview], advance: Advance, behind: int) -> tuple[str, int]:
-    """Another thread hashes what is written here, and has time to catch up while the disk is busy."""
+def _stream(file: BinaryIO, pieces: Iterator[memoryview], advance: Advance, max_queued: int) -> tuple[str, int]:
+    """Write all pieces and return their SHA-256 and size; hashing goes on while this thread waits for the disk."""
     total = 0
-    with _Hashing(behind) as hashing:
+    with _HashThread(max_queued) as hashing:
         for piece in pieces:
             hashing.add(piece)
             _write_all(file, piece)
@@ -172,15 +176,15 @@ def _stream(file: BinaryIO, pieces: Iterator[memoryview], advance: Advance, behi
     return hashing.hexdigest(), total
 
 
-class _Hashing:
-    """A thread that hashes what it is given, in order, and is done at the end of the context.
+class _HashThread:
+    """A thread that hashes pieces in order; the context waits for the last one.
 
-    A plain one: the interpreter lets those go on that a background save starts while all else comes to its end.
+    Not an executor: those refuse work while the interpreter shuts down, when a background save may still run.
     """
 
-    def __init__(self, behind: int) -> None:
+    def __init__(self, max_queued: int) -> None:
         self._hasher = hashlib.sha256()
-        self._pieces: Queue[memoryview | None] = Queue(behind)
+        self._pieces: Queue[memoryview | None] = Queue(max_queued)
         self._thread = Thread(target=self._run, name="zerostep-hash", daemon=True)
 
     def _run(self) -> None:
@@ -188,33 +192,33 @@ class _Hashing:
             self._hasher.update(piece)
 
     def add(self, piece: memoryview) -> None:
-        """Hash this, too; waits if there is too much to do already."""
+        """Queue a piece; blocks while the queue is full."""
         self._pieces.put(piece)
 
     def hexdigest(self) -> str:
-        """What came out, after the end of the context."""
+        """Return the SHA-256; valid after the context has ended."""
         return self._hasher.hexdigest()
 
-    def __enter__(self) -> _Hashing:
+    def __enter__(self) -> _HashThread:
         self._thread.start()
         return self
 
-    def __exit__(self, *ended: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._pieces.put(None)
         self._thread.join()
 
 
 def _write_all(file: BinaryIO, piece: memoryview) -> None:
-    while piece:
+    while piece:  # an unbuffered write may take only a part
         piece = piece[file.write(piece) :]
 
 
 def digest_of(path: Path, advance: Advance) -> str:
-    """The SHA-256 of a file."""
-    hasher, room = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    """Return the SHA-256 of a file."""
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(room):
-            hasher.update(room[:count])
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
             advance(count)
     return hasher.hexdigest()
 
@@ -222,16 +226,16 @@ def digest_of(path: Path, advance: Advance) -> str:
 # ---------------------------------------------------------------------- reading
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What one parser takes for the value of a key that comes twice, another does not."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate keys: this parser and the library's could choose different values."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a key comes twice")
-    return found
+    return unique
 
 
 class TensorFile:
-    """A file of tensors. Nothing is read but the header and what is asked for, and the file is never kept open."""
+    """A file of tensors, opened for each read and never kept open; `metadata` is what was given to the writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,77 +244,80 @@ class TensorFile:
             with open(path, "rb", buffering=0) as file:
                 self._read_header(file)
         except OSError as error:
-            raise self._unread(error) from error
+            raise self._read_error(error) from error
         except (SafetensorError, *MALFORMED) as error:
-            raise self.trouble(f"its header is not sound: {str(error)[:200]}") from error
+            raise self.damage_error(f"its header is not sound: {str(error)[:200]}") from error
 
     def _read_header(self, file: BinaryIO) -> None:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size), object_pairs_hook=_without_twins)
-        self.about: dict[str, Any] = json.loads(header.pop("__metadata__")[METADATA], object_pairs_hook=_without_twins)
+        header = json.loads(file.read(size), object_pairs_hook=_unique_keys)
+        metadata = header.pop("__metadata__")[METADATA]
+        self.metadata: dict[str, Any] = json.loads(metadata, object_pairs_hook=_unique_keys)
         self._start, self._entries = 8 + size, header
-        self._odd = {name: self._odd_kind(name, *kind) for name, kind in self.about["dtypes"].items()}
+        self._as_bytes = {
+            name: self._check_as_bytes(name, *described) for name, described in self.metadata["dtypes"].items()
+        }
 
     def _check_header(self) -> None:
-        """The library checks sizes, types and offsets, before anything is allocated by them."""
-        with safe_open(self.path, framework="pt") as found:
-            if METADATA not in (found.metadata() or {}):
+        """Let the library check sizes, types and offsets before memory is allocated by them."""
+        with safe_open(self.path, framework="pt") as file:
+            if METADATA not in (file.metadata() or {}):
                 raise ValueError("zerostep did not write it")
 
-    def _odd_kind(self, name: str, dtype: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and shape of a tensor that is stored as bytes."""
-        found, entry = dtype_named(dtype), self._entry(name)
-        sound = entry["dtype"] == "U8" and all(type(size) is int and size >= 0 for size in shape)
-        if not sound or entry["shape"] != [math.prod(shape) * found.itemsize]:
+    def _check_as_bytes(self, name: str, dtype_text: str, shape: list[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype and shape of a tensor that is stored as bytes; `ValueError` if the bytes do not fit."""
+        dtype, entry = dtype_named(dtype_text), self._entry(name)
+        valid = entry["dtype"] == "U8" and all(type(size) is int and size >= 0 for size in shape)
+        if not valid or entry["shape"] != [math.prod(shape) * dtype.itemsize]:
             raise ValueError(f"{name!r} does not have the bytes of a tensor of shape {shape}")
-        return found, tuple(shape)
+        return dtype, tuple(shape)
 
-    def trouble(self, story: str) -> CheckpointError:
-        """What to raise about this file."""
-        return CheckpointError(f"{self.path} is damaged: {story[:300]}; load another checkpoint")
+    def damage_error(self, problem: str) -> CheckpointError:
+        """Return the exception to raise for a damaged file."""
+        return CheckpointError(f"{self.path} is damaged: {problem[:300]}; load another checkpoint")
 
-    def _unread(self, error: OSError) -> CheckpointError:
+    def _read_error(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"{self.path} cannot be read: {error}; see to that, then load again")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
-        return self._odd[name][1] if name in self._odd else tuple(self._entry(name)["shape"])
+        """Return the shape of a tensor."""
+        return self._as_bytes[name][1] if name in self._as_bytes else tuple(self._entry(name)["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
-        found = self._odd[name][0] if name in self._odd else _DTYPES.get(self._entry(name)["dtype"])
-        if found is None:
-            raise self.trouble(f"{name!r} is of a dtype that is not known, {self._entry(name)['dtype']!r}")
-        return found
+        """Return the dtype of a tensor."""
+        dtype = self._as_bytes[name][0] if name in self._as_bytes else _DTYPES.get(self._entry(name)["dtype"])
+        if dtype is None:
+            raise self.damage_error(f"{name!r} is of a dtype that is not known, {self._entry(name)['dtype']!r}")
+        return dtype
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """The elements from `start` to `stop` of a tensor, as if it were flat, in host memory."""
+        """Return the elements from `start` to `stop` of a flattened tensor, in host memory."""
         dtype, (begin, end) = self.dtype(name), self._entry(name)["data_offsets"]
         if not 0 <= start <= stop or begin + stop * dtype.itemsize > end:
-            raise self.trouble(f"{name!r} is shorter than {stop} elements")
-        found = torch.empty(stop - start, dtype=dtype)
-        self._fill(self._start + begin + start * dtype.itemsize, memory_of(found))
-        return found
+            raise self.damage_error(f"{name!r} is shorter than {stop} elements")
+        elements = torch.empty(stop - start, dtype=dtype)
+        self._fill(self._start + begin + start * dtype.itemsize, memory_of(elements))
+        return elements
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor in its own shape."""
+        """Return a whole tensor in its own shape."""
         shape = self.shape(name)
         return self.read(name, 0, torch.Size(shape).numel()).reshape(shape)
 
-    def _fill(self, place: int, room: memoryview) -> None:
+    def _fill(self, offset: int, buffer: memoryview) -> None:
         try:
             with open(self.path, "rb", buffering=0) as file:
-                while room:
-                    count = os.preadv(file.fileno(), [room[: 1 << 30]], place)
+                while buffer:
+                    count = os.preadv(file.fileno(), [buffer[:_MOST_READ]], offset)
                     if not count:
-                        raise self.trouble("it ends too early")
-                    place, room = place + count, room[count:]
+                        raise self.damage_error("it ends too early")
+                    offset, buffer = offset + count, buffer[count:]
         except OSError as error:
-            raise self._unread(error) from error
+            raise self._read_error(error) from error
 
     def _entry(self, name: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = self._entries[name]
+            entry: dict[str, Any] = self._entries[name]
         except KeyError:
-            raise self.trouble(f"it has no tensor {name!r}") from None
-        return found
+            raise self.damage_error(f"it has no tensor {name!r}") from None
+        return entry

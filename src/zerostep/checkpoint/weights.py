@@ -1,4 +1,4 @@
-"""The model's state dict in a checkpoint: each parameter written once, by those who own it, and read in place."""
+"""The model's state dict in a checkpoint: each parameter written once, by its owners, and loaded in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Entries = Sequence[tuple[Any, ...]]
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """The state dict, whose tensors are the model's own."""
+    """Return the state dict, whose tensors are the model's own."""
     bare = _unwrapped(model)
     state = dict(bare.state_dict(keep_vars=True))
     own = {id(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
@@ -40,9 +40,9 @@ def _state_of(model: nn.Module) -> dict[str, Any]:
 def _unwrapped(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    found = getattr(model, "_orig_mod", model)  # what torch.compile returns
-    found = found.module if isinstance(found, DistributedDataParallel) else found
-    bare: nn.Module = getattr(found, "_orig_mod", found)
+    inner = getattr(model, "_orig_mod", model)  # torch.compile may wrap DDP, or be wrapped by it
+    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    bare: nn.Module = getattr(inner, "_orig_mod", inner)
     return bare
 
 
@@ -50,36 +50,38 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def describe_weights(model: nn.Module, view: OptimizerView) -> list[tuple[Any, ...]]:
-    """Where each entry of the model's state dict will be: parameters with their owners, or, if the optimizer does not
-    hold them, with the rank that has least to write; buffers with rank 0, for they may differ, and belong together.
+    """Return where each entry of the model's state dict will be stored; the same on all ranks.
+
+    A parameter of the optimizer is written by its owners, any other parameter by the rank with fewest bytes to write.
+    Buffers may differ between ranks and must be consistent with each other, so rank 0 writes all of them.
     """
-    numbers = {id(param): number for number, param in reversed(list(enumerate(view.params)))}
-    loads, first, found = [0] * view.layout.world_size, dict[int, str](), list[tuple[Any, ...]]()
-    for place, (key, value) in enumerate(_state_of(model).items()):
+    index_of = {id(param): index for index, param in reversed(list(enumerate(view.params)))}
+    loads, first_key, entries = [0] * view.layout.world_size, dict[int, str](), list[tuple[Any, ...]]()
+    for position, (key, value) in enumerate(_state_of(model).items()):
         if not isinstance(value, Tensor):
-            found.append((key, "value", copy_object(value)))  # a background save must not see what it becomes
-        elif first.setdefault(id(value), key) != key:
-            found.append((key, "same", first[id(value)]))
-        elif id(value) in numbers:
-            found.append((key, "param", numbers[id(value)]))
+            entries.append((key, "value", copy_object(value)))  # training may change it during a background save
+        elif first_key.setdefault(id(value), key) != key:
+            entries.append((key, "same", first_key[id(value)]))
+        elif id(value) in index_of:
+            entries.append((key, "param", index_of[id(value)]))
         else:
             rank = loads.index(min(loads)) if isinstance(value, nn.Parameter) else 0
             loads[rank] += value.nbytes
-            found.append((key, "buffer", rank, place))
-    return found
+            entries.append((key, "buffer", rank, position))
+    return entries
 
 
 def own_weights(model: nn.Module, entries: Entries, view: OptimizerView) -> dict[str, Tensor]:
-    """What this rank writes of them, as views where possible, by their names in the file."""
+    """Return the tensors that this rank writes, by their names in the file; views of live memory where possible."""
     state, parts = _state_of(model), {each.param: each.part for each in view.layout.fragments(view.rank)}
-    found = {}
+    tensors = {}
     for key, kind, *rest in entries:
         if kind == "param" and rest[0] in parts:
             part = parts[rest[0]]
-            found[f"model.{rest[0]}"] = _flat(state[key])[part.start : part.stop]
+            tensors[f"model.{rest[0]}"] = _flat(state[key])[part.start : part.stop]
         elif kind == "buffer" and rest[0] == view.rank:
-            found[f"buffer.{rest[1]}"] = state[key].detach().contiguous()
-    return found
+            tensors[f"buffer.{rest[1]}"] = state[key].detach().contiguous()
+    return tensors
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -90,13 +92,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def check_weights(reader: Reader, model: nn.Module) -> None:
-    """`CheckpointError` if the checkpoint has no weights, or not those of this model."""
+    """Raise `CheckpointError` if the checkpoint has no weights, or those of another model."""
     if reader.manifest.model is None:
         raise CheckpointError(f"{reader.path} was saved without model=, so it has no weights to load: load it without")
     state, saved = _state_of(model), {entry[0]: entry for entry in reader.manifest.model}
-    for story, missing in (("lacks", state.keys() - saved.keys()), ("has", saved.keys() - state.keys())):
+    for verb, missing in (("lacks", state.keys() - saved.keys()), ("has", saved.keys() - state.keys())):
         if missing:
-            raise CheckpointError(f"{reader.path} {story} {min(missing)!r}, unlike the model: build the same model")
+            raise CheckpointError(f"{reader.path} {verb} {min(missing)!r}, unlike the model: build the same model")
     for key, value in state.items():
         if isinstance(value, Tensor) == (saved[key][1] == "value"):
             raise CheckpointError(
@@ -119,7 +121,7 @@ def _shape(reader: Reader, saved: Mapping[str, tuple[Any, ...]], key: str) -> tu
 
 
 def apply_weights(reader: Reader, model: nn.Module) -> None:
-    """Overwrite the model's tensors in place; they have been checked."""
+    """Overwrite the model's tensors in place, after `check_weights`; an error leaves the model half overwritten."""
     state = _state_of(model)
     with torch.no_grad():
         for key, kind, *rest in reader.manifest.model or ():
@@ -135,18 +137,18 @@ def apply_weights(reader: Reader, model: nn.Module) -> None:
                 _module_of(model, key).set_extra_state(*rest)
 
 
-def _fill(reader: Reader, number: int, target: Tensor) -> None:
-    """Into another dtype goes what the optimizer knew, if it knew better than the model did."""
-    whole, stored = Span(0, target.numel()), reader.weight_dtype(number)
-    if MASTER in reader.per_element_keys(number) and target.dtype != stored:
-        flat = in_order(reader, number, target, whole, partial(reader.elements, number, MASTER))
+def _fill(reader: Reader, index: int, target: Tensor) -> None:
+    """Load a parameter; from its masters if they were saved and the dtype differs from the saved one."""
+    whole = Span(0, target.numel())
+    if MASTER in reader.per_element_keys(index) and target.dtype != reader.weight_dtype(index):
+        flat = in_order(reader, index, target, whole, partial(reader.elements, index, MASTER))
     else:
-        flat = in_order(reader, number, target, whole, partial(reader.weight, number))
+        flat = in_order(reader, index, target, whole, partial(reader.weight, index))
     target.copy_(shaped(flat, target))
 
 
 def _is_extra(key: str) -> bool:
-    """Whether a module made this up when it was asked: a tensor here is not one to write into."""
+    """Whether this is a module's extra state: set by `set_extra_state`, never written in place."""
     return key.rpartition(".")[2] == "_extra_state"
 
 

@@ -1,12 +1,12 @@
-"""`dcp_state`: a sharded optimizer as `torch.distributed.checkpoint` (DCP) can save and load it, at any world size.
+"""`dcp_state`: save and load a sharded optimizer with `torch.distributed.checkpoint` (DCP), at any world size.
 
-Each rank shows its own part of every parameter's state, which lies in a tensor that all ranks have together. A load
-fills new memory; the optimizer changes when every rank has all it needs.
+For DCP, the state of each parameter is one tensor of which every rank holds a part. A load fills new memory; the
+optimizer changes only after every rank has read everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import gather_object
 from zerostep.errors import CheckpointError
-from zerostep.integrations.dcp_metadata import About, Entry, names_of
-from zerostep.integrations.dcp_tensor import Box, DcpTensor
+from zerostep.integrations.dcp_metadata import DcpMetadata, StateInfo, names_of
+from zerostep.integrations.dcp_tensor import DcpTensor, Region
 from zerostep.optim.view import OptimizerView, view_of
-from zerostep.plan.layout import Span
-from zerostep.state.expected import Expected, expecting
+from zerostep.plan.layout import ParamSpec, Span
+from zerostep.state.expected import ExpectedState, state_predictor
 from zerostep.state.param_state import MASTER, ParamState, SavedState, order_of, shaped
 
 __all__ = ["DcpState", "dcp_state"]
@@ -29,7 +29,7 @@ DcpTensors = dict[str, DcpTensor]
 
 
 def dcp_state(optimizer: Any) -> DcpState:
-    """What to give to `torch.distributed.checkpoint`'s `save` and `load` in place of a sharded optimizer.
+    """Return an object to pass to `torch.distributed.checkpoint`'s `save` and `load` in place of a sharded optimizer.
 
     `dcp.save({"optim": zerostep.dcp_state(optimizer)}, checkpoint_id=path)`, and the same with `load`. All ranks of the
     optimizer call it together. It loads at any world size, into either optimizer class and with either partition.
@@ -38,175 +38,185 @@ def dcp_state(optimizer: Any) -> DcpState:
 
 
 class DcpState:
-    """An optimizer with the two methods that DCP asks for; both are collective."""
+    """An optimizer as a `Stateful` of DCP; both methods are collective."""
 
     def __init__(self, optimizer: Any) -> None:
         view_of(optimizer)
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, for DCP alone: it is read by a save, and stands for what a load reads."""
+        """Return this rank's part of the state as `DcpTensor`s: the source of a save, the target of a load."""
         view = view_of(self._optimizer)
-        trouble = _trouble(view)
+        problem = _save_problem(view)
         with agreed(view.everyone):
-            shares, names = {share.param: share for share in view.shares()}, names_of(view)
-            sketch = _Sketch(view, expecting(self._optimizer.group_optimizer), shares, self._optimizer._proves, trouble)
-            state = {names[number]: pieces for number, pieces in sketch.all(names) if pieces}
-        known = gather_object(view.everyone, lambda: _described(names, shares), 0)
+            param_states, names = {state.param: state for state in view.param_states()}, names_of(view)
+            local = _LocalTensors(view, state_predictor(view.group_optimizer), param_states, problem)
+            state = {names[index]: tensors for index, tensors in local.by_index(names) if tensors}
+        infos = gather_object(view.everyone, lambda: _describe(names, param_states), 0)
         with agreed(view.everyone):
-            text = About.of(view, _merged(known)).encode()
-        # Only rank 0 knows the whole.
-        about = DcpTensor((), torch.uint8, box=Box((), ()) if known else None, value=text, trouble=trouble)
-        return {"about": about, "state": state}
+            text = DcpMetadata.of(view, _merge(infos)).encode()
+        # Only rank 0 has the descriptions of all ranks, so only it writes the text.
+        written = Region((), ()) if infos else None
+        metadata = DcpTensor((), torch.uint8, written=written, value=text, problem=problem)
+        return {"about": metadata, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what DCP has loaded into what `state_dict` gave. An error leaves everything as it was."""
+        """Replace the optimizer's state by what DCP has loaded into `state_dict()`.
+
+        A checkpoint that does not fit raises on all ranks and leaves everything as it was.
+        """
         view = view_of(self._optimizer)
         view.saves.finish()
         with agreed(view.everyone):
-            about = About.decode(_text(state_dict))
+            metadata = DcpMetadata.decode(_metadata_text(state_dict))
             names = names_of(view)
-            _check(about, view, names)
-            saved = dict(_saved(about, view, names, state_dict["state"]))
-            chosen = [dict(group) for group in about.options]
-            commit = view.restore(saved, about.others, chosen, about.step)
+            _check_same_model(metadata, view, names)
+            saved = dict(_saved_states(metadata, view, names, state_dict["state"]))
+            options = [dict(group) for group in metadata.options]
+            commit = view.restore(saved, metadata.global_state, options, metadata.step)
         with agreed(view.everyone):
             commit()
 
 
-# ---------------------------------------------------------------------- what a rank shows
+# ---------------------------------------------------------------------- this rank's tensors
 
 
-def _trouble(view: OptimizerView) -> str | None:
-    """Why the state must not be saved; it may still be replaced."""
+def _save_problem(view: OptimizerView) -> str | None:
+    """Return why the state must not be saved, if so; it may still be replaced by a load.
+
+    DCP calls `state_dict()` in a save and in a load, so the error is raised later, by the save alone.
+    """
     try:
-        view.settle()
+        view.ensure_complete()
     except Exception as error:
         return str(error)
     return None
 
 
 @dataclass(frozen=True)
-class _Sketch:
-    """The pieces of a rank: of what it has, and of what it would have after a step.
+class _LocalTensors:
+    """The `DcpTensor`s of one rank: of the state it has, and of the state it would have after a step.
 
-    Where `whole` is true, a load reads the state of all parameters whole.
+    A load into a new optimizer needs the latter, for DCP reads only what `state_dict()` lists.
     """
 
     view: OptimizerView
-    expected: Callable[[Any], Expected]
-    shares: Mapping[int, ParamState]
-    whole: bool
-    trouble: str | None
+    expected: Callable[[ParamSpec], ExpectedState]
+    param_states: Mapping[int, ParamState]
+    problem: str | None
 
-    def all(self, numbers: Mapping[int, str]) -> Iterator[tuple[int, DcpTensors]]:
-        """The pieces of each parameter that has a part here, by its number."""
-        parts = {each.param: each.part for each in self.view.layout.fragments(self.view.rank)}
-        for number in numbers:
-            if number in parts or self.whole:
-                yield number, self._pieces(number, parts.get(number))
+    def by_index(self, indices: Iterable[int]) -> Iterator[tuple[int, DcpTensors]]:
+        """Yield the tensors of each parameter that this rank writes or reads."""
+        parts = {fragment.param: fragment.part for fragment in self.view.layout.fragments(self.view.rank)}
+        for index in indices:
+            if index in parts or self.view.loads_whole_state:
+                yield index, self._tensors(index, parts.get(index))
 
-    def _pieces(self, number: int, part: Span | None) -> DcpTensors:
-        expected = self.expected(self.view.layout.params[number])
-        share = self.shares.get(number)
-        like = {
-            **expected.per_element,
-            **({} if share is None else {key: flat.dtype for key, flat in share.per_element.items()}),
+    def _tensors(self, index: int, part: Span | None) -> DcpTensors:
+        expected, state = self.expected(self.view.layout.params[index]), self.param_states.get(index)
+        per_element, shared = dict(expected.per_element), dict(expected.shared)
+        if state is not None:
+            per_element |= {key: flat.dtype for key, flat in state.per_element.items()}
+            shared |= {
+                key: (tuple(value.shape), value.dtype)
+                for key, value in state.shared.items()
+                if isinstance(value, Tensor)
+            }
+        tensors = {key: self._per_element(index, key, dtype, part) for key, dtype in per_element.items()}
+        return tensors | {
+            key: self._shared(index, key, shape, dtype, part)
+            for key, (shape, dtype) in shared.items()
+            if key not in per_element
         }
-        rest = {**expected.shared, **({} if share is None else _tensors(share.shared))}
-        found = {key: self._like(number, key, dtype, part) for key, dtype in like.items()}
-        return found | {key: self._rest(number, key, *kind, part) for key, kind in rest.items() if key not in like}
 
-    def _like(self, number: int, key: str, dtype: torch.dtype, part: Span | None) -> DcpTensor:
-        numel = self.view.layout.params[number].numel
-        whole = Span(0, numel)
+    def _per_element(self, index: int, key: str, dtype: torch.dtype, part: Span | None) -> DcpTensor:
+        numel = self.view.layout.params[index].numel
+        wanted = Span(0, numel) if self.view.loads_whole_state or part is None else part
         return DcpTensor(
             (numel,),
             dtype,
-            box=None if part is None or not self.view.writes else _box(part),
-            wanted=_box(whole if self.whole or part is None else part),
-            source=self.shares[number].per_element.get(key) if number in self.shares else None,
-            trouble=self.trouble,
-            memory=self.view.params[number].device,
+            written=None if part is None or not self.view.writes else _region(part),
+            wanted=_region(wanted),
+            source=self.param_states[index].per_element.get(key) if index in self.param_states else None,
+            problem=self.problem,
+            load_device=self.view.params[index].device,
         )
 
-    def _rest(self, number: int, key: str, shape: tuple[int, ...], dtype: torch.dtype, part: Span | None) -> DcpTensor:
-        source = self.shares[number].shared.get(key) if number in self.shares else None
-        box = Box((0,) * len(shape), shape)
+    def _shared(self, index: int, key: str, shape: tuple[int, ...], dtype: torch.dtype, part: Span | None) -> DcpTensor:
+        source = self.param_states[index].shared.get(key) if index in self.param_states else None
+        region = Region((0,) * len(shape), shape)
         return DcpTensor(
             shape,
             dtype,
-            box=None if part is None or not self.view.writes else box,
-            wanted=box,
+            written=None if part is None or not self.view.writes else region,
+            wanted=region,
             source=None if source is None else source.detach().contiguous(),
-            trouble=self.trouble,
-            memory=None if source is None else source.device,
+            problem=self.problem,
+            load_device=None if source is None else source.device,
         )
 
 
-def _box(span: Span) -> Box:
-    return Box((span.start,), (span.length,))
+def _region(span: Span) -> Region:
+    return Region((span.start,), (span.length,))
 
 
-def _tensors(rest: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {key: (tuple(value.shape), value.dtype) for key, value in rest.items() if isinstance(value, Tensor)}
+def _describe(names: Mapping[int, str], param_states: Mapping[int, ParamState]) -> dict[str, Any]:
+    """Return the keys and plain values of this rank's state by parameter name, to be sent to rank 0."""
+    infos = {}
+    for index, state in param_states.items():
+        tensors = [key for key, value in state.shared.items() if isinstance(value, Tensor)]
+        values = {key: value for key, value in state.shared.items() if key not in tensors}
+        infos[names[index]] = [list(state.per_element), tensors, values]
+    return infos
 
 
-def _described(names: Mapping[int, str], shares: Mapping[int, ParamState]) -> dict[str, Any]:
-    """What this rank knows of the state, for rank 0 to write down."""
-    found = {}
-    for number, share in shares.items():
-        tensors = [key for key, value in share.shared.items() if isinstance(value, Tensor)]
-        values = {key: value for key, value in share.shared.items() if key not in tensors}
-        found[names[number]] = [list(share.per_element), tensors, values]
-    return found
+def _merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, StateInfo]:
+    """Return the state info of all parameters; where ranks share a parameter, that of the lowest rank."""
+    merged: dict[str, StateInfo] = {}
+    for infos in ranks:
+        for name, (per_element, shared, values) in infos.items():
+            merged.setdefault(name, StateInfo(tuple(per_element), tuple(shared), values))
+    return merged
 
 
-def _merged(known: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
-    for rank in known:
-        for name, (like, rest, values) in rank.items():
-            found.setdefault(name, Entry(tuple(like), tuple(rest), values))
-    return found
+# ---------------------------------------------------------------------- loaded state
 
 
-# ---------------------------------------------------------------------- what was loaded
+class _LoadedState:
+    """The state of one parameter as far as this rank has read it, as a `SavedState`."""
 
-
-class _Loaded:
-    """The state of one parameter, as far as this rank has read it."""
-
-    def __init__(self, name: str, entry: Entry, pieces: Mapping[str, Any], param: Tensor) -> None:
-        self._name, self._entry, self._pieces, self._param = name, entry, pieces, param
+    def __init__(self, name: str, info: StateInfo, tensors: Mapping[str, Any], param: Tensor) -> None:
+        self._name, self._info, self._tensors, self._param = name, info, tensors, param
 
     def names(self) -> list[str]:
-        """The names of all its pieces; not of masters where there are none now."""
-        like = [key for key in self._entry.per_element if key != MASTER or key in self._pieces]
-        return [*like, *self._entry.shared, *self._entry.values]
+        """The keys of all values; without masters if the live optimizer keeps none."""
+        per_element = [key for key in self._info.per_element if key != MASTER or key in self._tensors]
+        return [*per_element, *self._info.shared, *self._info.values]
 
     def is_per_element(self, key: str) -> bool:
-        """Whether a piece has one number for each element."""
-        return key in self._entry.per_element
+        """Whether a value has one number for each element."""
+        return key in self._info.per_element
 
     def elements(self, key: str, part: Span) -> Tensor:
-        """Some elements of a piece that is like the parameter."""
-        piece = self._pieces[key]
-        inside = part.shift(-piece.wanted.offsets[0])
-        return piece.loaded[inside.start : inside.stop]
+        """Return some elements of a per-element value."""
+        tensor = self._tensors[key]
+        inside = part.shift(-tensor.wanted.offsets[0])
+        loaded: Tensor = tensor.loaded[inside.start : inside.stop]
+        return loaded
 
     def whole(self, key: str) -> Any:
-        """A piece as an unsharded optimizer has it."""
-        if key in self._entry.values:
-            return self._entry.values[key]
-        if key in self._entry.shared:
-            return self._pieces[key].loaded
+        """Return a value as an unsharded optimizer has it."""
+        if key in self._info.values:
+            return self._info.values[key]
+        if key in self._info.shared:
+            return self._tensors[key].loaded
         return shaped(self.elements(key, Span(0, self._param.numel())), self._param)
 
-    def check(self, shown: bool) -> None:
-        """`CheckpointError` if a piece was saved that this rank needs and did not know of."""
-        for key in (*self._entry.per_element, *self._entry.shared):
-            piece = self._pieces.get(key)
-            if shown and key != MASTER and not (isinstance(piece, DcpTensor) and piece.loaded is not None):
+    def check_loaded(self) -> None:
+        """Raise `CheckpointError` if the checkpoint has a tensor that this rank needs and did not read."""
+        for key in (*self._info.per_element, *self._info.shared):
+            tensor = self._tensors.get(key)
+            if key != MASTER and not (isinstance(tensor, DcpTensor) and tensor.loaded is not None):
                 raise CheckpointError(
                     f"the checkpoint has state {key!r} of parameter {self._name!r}, which this optimizer would not "
                     "have after its first step: build it with the options that it was saved with, or take one step "
@@ -214,7 +224,7 @@ class _Loaded:
                 )
 
 
-def _text(state_dict: Mapping[str, Any]) -> str:
+def _metadata_text(state_dict: Mapping[str, Any]) -> str:
     text = state_dict.get("about")
     if not isinstance(text, str) or "state" not in state_dict:
         raise CheckpointError(
@@ -224,39 +234,40 @@ def _text(state_dict: Mapping[str, Any]) -> str:
     return text
 
 
-def _saved(
-    about: About, view: OptimizerView, names: Mapping[int, str], shown: Mapping[str, Mapping[str, Any]]
+def _saved_states(
+    metadata: DcpMetadata, view: OptimizerView, names: Mapping[int, str], loaded: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[int, SavedState]]:
     owned = {fragment.param for fragment in view.layout.fragments(view.rank)}
-    for number, name in names.items():
-        if name in about.state:
-            found = _Loaded(name, about.state[name], shown.get(name, {}), view.params[number])
-            found.check(number in owned or name in shown)
-            yield number, found
+    for index, name in names.items():
+        if name in metadata.state:
+            state = _LoadedState(name, metadata.state[name], loaded.get(name, {}), view.params[index])
+            if index in owned or name in loaded:
+                state.check_loaded()
+            yield index, state
 
 
-def _check(about: About, view: OptimizerView, names: Mapping[int, str]) -> None:
-    if tuple(view.kinds) != about.kinds:
+def _check_same_model(metadata: DcpMetadata, view: OptimizerView, names: Mapping[int, str]) -> None:
+    if tuple(view.optimizer_names) != metadata.optimizer_names:
         raise CheckpointError(
-            f"the groups were optimized by {', '.join(about.kinds)}, and are now by {', '.join(view.kinds)}: "
-            "build the same optimizer, with the same groups"
+            f"the groups were optimized by {', '.join(metadata.optimizer_names)}, and are now by "
+            f"{', '.join(view.optimizer_names)}: build the same optimizer, with the same groups"
         )
-    different = set(about.params) ^ set(names.values())
+    different = set(metadata.params) ^ set(names.values())
     if different:
         raise CheckpointError(
             f"only one of the checkpoint and the optimizer has parameter {min(different)!r}: build the same model, "
             "with names if it had names"
         )
-    for number, name in names.items():
-        _check_param(name, about, view, number)
+    for index, name in names.items():
+        _check_same_param(name, metadata, view, index)
 
 
-def _check_param(name: str, about: About, view: OptimizerView, number: int) -> None:
-    spec, (shape, group, order) = view.layout.params[number], about.params[name]
+def _check_same_param(name: str, metadata: DcpMetadata, view: OptimizerView, index: int) -> None:
+    spec, (shape, group, order) = view.layout.params[index], metadata.params[name]
     for what, now, then in (
         ("shape", spec.shape, shape),
         ("group", spec.group, group),
-        ("order of dimensions in memory", order_of(view.params[number]), order),
+        ("order of dimensions in memory", order_of(view.params[index]), order),
     ):
         if now != then:
             raise CheckpointError(

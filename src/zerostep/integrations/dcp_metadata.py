@@ -1,4 +1,4 @@
-"""What a DCP checkpoint of an optimizer says beside its tensors, as JSON text."""
+"""The part of a DCP checkpoint that is not tensors: options, parameters and state keys, as JSON text."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerostep.checkpoint.load import bare_names
-from zerostep.checkpoint.manifest import put_small, take_small
-from zerostep.comm.codec import decode, encode
+from zerostep.checkpoint.manifest import decode_value, encode_value
 from zerostep.errors import MALFORMED, CheckpointError
 from zerostep.optim.view import OptimizerView
-from zerostep.plan.groups import Group, options
+from zerostep.plan.groups import Group, own_options
 from zerostep.state.param_state import order_of
 from zerostep.version import __version__
 
-__all__ = ["About", "Entry", "names_of"]
+__all__ = ["DcpMetadata", "StateInfo", "names_of"]
 
 _VERSION = 1
-_NOT_OPTIONS = ("optimizer_class",)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The state of one parameter: names of what is like it, names of other tensors, and all other values."""
+class StateInfo:
+    """The state of one parameter: keys of per-element tensors, keys of shared tensors, and all other values."""
 
     per_element: tuple[str, ...]
     shared: tuple[str, ...]
@@ -32,52 +30,49 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class About:
-    """The optimizer that was saved. `params` has shape, group and order in memory of each parameter by name."""
+class DcpMetadata:
+    """The saved optimizer; `params` has shape, group and order of dimensions in memory of each parameter by name."""
 
     step: int
-    kinds: tuple[str, ...]
+    optimizer_names: tuple[str, ...]
     options: tuple[Group, ...]
     params: Mapping[str, tuple[tuple[int, ...], int, tuple[int, ...]]]
-    state: Mapping[str, Entry]
-    others: Mapping[str, Any]
+    state: Mapping[str, StateInfo]
+    global_state: Mapping[str, Any]
 
     @staticmethod
-    def of(view: OptimizerView, state: Mapping[str, Entry]) -> About:
-        """The optimizer now, with what all ranks have of its state."""
-        chosen = [{k: v for k, v in options(group).items() if k not in _NOT_OPTIONS} for group in view.groups]
+    def of(view: OptimizerView, state: Mapping[str, StateInfo]) -> DcpMetadata:
+        """Describe an optimizer as it is now; `state` is merged from all ranks."""
         specs = view.layout.params
         params = {
-            name: (specs[number].shape, specs[number].group, order_of(view.params[number]))
-            for number, name in names_of(view).items()
+            name: (specs[index].shape, specs[index].group, order_of(view.params[index]))
+            for index, name in names_of(view).items()
         }
-        return About(view.step, tuple(view.kinds), tuple(chosen), params, state, view.others())
+        options = tuple(own_options(group) for group in view.groups)
+        return DcpMetadata(view.step, tuple(view.optimizer_names), options, params, state, view.global_state())
 
     def encode(self) -> str:
-        """As text."""
+        """Return the JSON text."""
         state = {
-            name: [list(each.per_element), list(each.shared), dict(each.values)] for name, each in self.state.items()
+            name: [list(info.per_element), list(info.shared), dict(info.values)] for name, info in self.state.items()
         }
-        found = {
+        body = {
             "step": self.step,
-            "kinds": list(self.kinds),
+            "kinds": list(self.optimizer_names),
             "options": list(self.options),
             "params": dict(self.params),
             "state": state,
-            "others": dict(self.others),
+            "others": dict(self.global_state),
         }
-        return json.dumps(
-            {"zerostep": __version__, "version": _VERSION, "about": encode(found, put_small)}, allow_nan=False
-        )
+        return json.dumps({"zerostep": __version__, "version": _VERSION, "about": encode_value(body)}, allow_nan=False)
 
     @staticmethod
-    def decode(text: Any) -> About:
-        """What `encode` wrote; `CheckpointError` for anything else."""
+    def decode(text: Any) -> DcpMetadata:
+        """Return what `encode` wrote; `CheckpointError` for any other text."""
         try:
-            found = json.loads(text)
-            version, writer = found["version"], found["zerostep"]
-            about = decode(found["about"], lambda kind, items: take_small(*items)) if version == _VERSION else None
-            return _refused(version, writer) if about is None else _about(about)
+            document = json.loads(text)
+            _check_version(document["version"], document["zerostep"])
+            return _from_body(decode_value(document["about"]))
         except CheckpointError:
             raise
         except MALFORMED as error:
@@ -87,27 +82,31 @@ class About:
             ) from error
 
 
-def _refused(version: Any, writer: Any) -> About:
-    raise CheckpointError(
-        f"the optimizer was saved by zerostep {writer!r} in version {version!r} of its description; this zerostep, "
-        f"{__version__}, reads version {_VERSION}: use the one that wrote it, or a later one"
-    )
+def _check_version(version: Any, writer: Any) -> None:
+    if version != _VERSION:
+        raise CheckpointError(
+            f"the optimizer was saved by zerostep {writer!r} in version {version!r} of its description; this zerostep, "
+            f"{__version__}, reads version {_VERSION}: use the one that wrote it, or a later one"
+        )
 
 
-def _about(found: Mapping[str, Any]) -> About:
-    return About(
-        found["step"],
-        tuple(found["kinds"]),
-        tuple(found["options"]),
-        {name: (tuple(shape), group, tuple(order)) for name, (shape, group, order) in found["params"].items()},
-        {name: Entry(tuple(like), tuple(rest), values) for name, (like, rest, values) in found["state"].items()},
-        found["others"],
+def _from_body(body: Mapping[str, Any]) -> DcpMetadata:
+    return DcpMetadata(
+        body["step"],
+        tuple(body["kinds"]),
+        tuple(body["options"]),
+        {name: (tuple(shape), group, tuple(order)) for name, (shape, group, order) in body["params"].items()},
+        {
+            name: StateInfo(tuple(per_element), tuple(shared), values)
+            for name, (per_element, shared, values) in body["state"].items()
+        },
+        body["others"],
     )
 
 
 def names_of(view: OptimizerView) -> dict[int, str]:
-    """The name of each parameter, by number, without the prefixes of wrappers; once for one that is listed twice."""
+    """Return the name of each parameter by index, without prefixes of wrappers; one listed twice has one name."""
     first: dict[int, int] = {}
-    for number, param in enumerate(view.params):
-        first.setdefault(id(param), number)
+    for index, param in enumerate(view.params):
+        first.setdefault(id(param), index)
     return bare_names(view.layout.params, list(first.values()))

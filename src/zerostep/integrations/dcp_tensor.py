@@ -1,4 +1,4 @@
-"""A part of a tensor that all ranks have together, as `torch.distributed.checkpoint` wants to see it."""
+"""A tensor that is spread over all ranks, in the form that `torch.distributed.checkpoint` (DCP) saves and loads."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["Box", "DcpTensor"]
+__all__ = ["DcpTensor", "Region"]
 
 
 @dataclass(frozen=True)
-class Box:
-    """Where a part lies in the whole, in each dimension."""
+class Region:
+    """A part of a tensor: offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def chunk(self) -> ChunkStorageMetadata:
-        """The same in DCP's words."""
+    def to_chunk(self) -> ChunkStorageMetadata:
+        """Return the same region as a type of DCP."""
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
 
 class DcpTensor(Tensor):
-    """Looks like the whole tensor and has no memory of its own; it only answers DCP's questions.
+    """Has the shape of the whole tensor but no memory; implements the methods by which DCP saves and loads it.
 
-    A save writes `source`, which lies at `box`, or if there is none the plain `value`. A load fills new memory,
-    `loaded`, for what lies at `wanted`: until all ranks have all they need, nothing of the optimizer's may change. DCP
-    asks for the list of chunks in a load alone.
+    A save writes `source` to the region `written`, or the plain `value` if there is no source; it raises `problem`
+    instead if there is one. A load reads the region `wanted` into new memory, `loaded`: the optimizer must not change
+    before all ranks have read everything. DCP calls `__create_chunk_list__` only in a load.
     """
 
-    box: Box | None
-    wanted: Box | None
+    written: Region | None
+    wanted: Region | None
     source: Tensor | None
     value: Any
-    trouble: str | None
+    problem: str | None
     loaded: Tensor | None
-    memory: torch.device
+    load_device: torch.device
 
     @staticmethod
     def __new__(  # noqa: PLR0913
@@ -48,36 +48,36 @@ class DcpTensor(Tensor):
         size: Sequence[int],
         dtype: torch.dtype,
         *,
-        box: Box | None = None,
-        wanted: Box | None = None,
+        written: Region | None = None,
+        wanted: Region | None = None,
         source: Tensor | None = None,
         value: Any = None,
-        trouble: str | None = None,
-        memory: torch.device | None = None,
+        problem: str | None = None,
+        load_device: torch.device | None = None,
     ) -> DcpTensor:
-        """`box` is `None` on a rank that writes nothing, `wanted` on one that reads nothing."""
+        """`written` is `None` on a rank that writes nothing, `wanted` on one that reads nothing."""
         host = torch.device("cpu")
-        made: DcpTensor = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=host)
-        made.box, made.wanted, made.source, made.value = box, wanted, source, value
-        made.trouble, made.loaded, made.memory = trouble, None, memory or host
-        return made
+        tensor: DcpTensor = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=host)
+        tensor.written, tensor.wanted, tensor.source, tensor.value = written, wanted, source, value
+        tensor.problem, tensor.loaded, tensor.load_device = problem, None, load_device or host
+        return tensor
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        if self.trouble is not None:
-            raise RuntimeError(self.trouble)
-        if self.box is None:
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
+        if self.written is None:
             return []
         if self.source is None:
             return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
-        chunk = self.box.chunk()
+        chunk = self.written.to_chunk()
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.source), torch.Size(self.shape))
         return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self.wanted is None:
             return []
-        self.loaded = torch.empty(self.wanted.sizes, dtype=self.dtype, device=self.memory)
-        return [self.wanted.chunk()]
+        self.loaded = torch.empty(self.wanted.sizes, dtype=self.dtype, device=self.load_device)
+        return [self.wanted.to_chunk()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
         if self.loaded is not None:
@@ -89,7 +89,7 @@ class DcpTensor(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten.new_empty.default:
-            # A copy that is staged for later: its attributes follow.
+            # DCP stages a copy for an asynchronous save with deepcopy, which then copies the attributes too.
             return cls(args[1], args[0].dtype)
         raise TypeError(
             f"{function} has no meaning for a part of optimizer state that only torch.distributed.checkpoint's save "
@@ -97,7 +97,7 @@ class DcpTensor(Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Piece({tuple(self.shape)}, {self.dtype}, box={self.box}, wanted={self.wanted})"
+        return f"DcpTensor({tuple(self.shape)}, {self.dtype}, written={self.written}, wanted={self.wanted})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zerostep.optim.dcp_guard import ADVICE, refuse_dcp
 from zerostep.plan.groups import all_params
-from zerostep.state.state_dict import StateDict
+from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
 
 __all__ = ["PartitionedOptimizer"]

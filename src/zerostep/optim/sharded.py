@@ -33,8 +33,7 @@ from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
 from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_sparse
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
-from zerostep.state.param_state import SavedState
-from zerostep.state.state_dict import StateDict
+from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
 from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
@@ -340,7 +339,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._has_state = self._state.load_whole(state_dict)
 
     def optimizer_view(self) -> OptimizerView:
-        """What checkpoints need of this optimizer; for zerostep's own use."""
+        """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
         return OptimizerView(
             everyone=self._ranks.everyone,
@@ -349,18 +348,20 @@ class ShardedOptimizer(PartitionedOptimizer):
             layout=self._layout,
             params=self._running.engine.buckets.params,
             groups=self.param_groups,
-            kinds=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
+            optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
             step=self._running.count,
             saves=self._saves,
-            settle=self._running.ensure_complete,
-            shares=self._state.leaves.shares,
-            others=dict,
+            ensure_complete=self._running.ensure_complete,
+            param_states=self._state.leaves.param_states,
+            global_state=dict,
+            group_optimizer=self._state.group_optimizer,
+            loads_whole_state=self._running.verifies,
             restore=self._restore,
-            spoil=self._health.mark_broken,
+            mark_broken=self._health.mark_broken,
         )
 
     def _restore(
-        self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
         replace = self._state.prepare_restore(saved, options, step)
 

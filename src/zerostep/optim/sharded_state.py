@@ -9,12 +9,11 @@ from zerostep.comm.mesh import Ranks
 from zerostep.comm.objects import gather_object
 from zerostep.plan.groups import CLASS_KEY, Group, class_of, options, own_options
 from zerostep.plan.layout_planner import LayoutPlanner
+from zerostep.state.consolidate import assemble, pack_groups, to_plain
 from zerostep.state.expected import GroupOptimizer
-from zerostep.state.fragments import assemble, ready_to_travel
 from zerostep.state.leaf_state import LeafStates
-from zerostep.state.param_state import DictState, SavedState
-from zerostep.state.restore import validate
-from zerostep.state.state_dict import StateDict, pack_groups
+from zerostep.state.load_state_dict import validate
+from zerostep.state.param_state import DictState, SavedState, StateDict
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.training_step import TrainingStep
 
@@ -33,7 +32,7 @@ class ShardedState:
 
     def collect(self, to: int) -> list[Any]:
         """Every rank's part of the state, on rank `to`; an empty list elsewhere. A collective."""
-        parts: list[Any] = gather_object(self._ranks.shards, lambda: ready_to_travel(self.leaves.shares()), to)
+        parts: list[Any] = gather_object(self._ranks.shards, lambda: to_plain(self.leaves.param_states()), to)
         return parts
 
     def consolidated(self, parts: Sequence[Any]) -> StateDict:

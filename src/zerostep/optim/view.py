@@ -1,4 +1,4 @@
-"""What a checkpoint needs of an optimizer; both optimizer classes offer it."""
+"""The interface between an optimizer and a checkpoint; both optimizer classes provide it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,44 @@ from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.transport import Transport
 from zerostep.plan.groups import Group
 from zerostep.plan.layout import Layout
+from zerostep.state.expected import GroupOptimizer
 from zerostep.state.param_state import ParamState, SavedState
 
 __all__ = ["OptimizerView", "Restore", "view_of"]
 
 
 class Restore(Protocol):
-    """Reads all that this rank needs of what was saved, by number; what it returns then replaces state and options."""
+    """Reads all saved state that this rank needs, and returns a function that then replaces state and options.
+
+    An error while reading leaves the state as it was; one in the returned function may leave it half replaced.
+    """
 
     def __call__(
-        self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
+        self,
+        saved: Mapping[int, SavedState],
+        global_state: Mapping[str, Any],
+        options: Sequence[Group],
+        step: int,
+        /,
     ) -> Callable[[], None]:
-        """Read; the returned callable replaces."""
+        """Read now; the returned function replaces."""
 
 
 @dataclass(frozen=True)
 class OptimizerView:
     """An optimizer as a checkpoint sees it.
 
-    `rank` is one of the layout's; where there are replicas, several ranks of `everyone` have it, and one of them
-    `writes`. `shares` and `others` show the live state, and `settle` makes sure that it belongs to one step. After
-    `spoil` the optimizer refuses to go on until something is loaded.
+    `rank` is a rank of `layout`. With replicas, several ranks of `everyone` share it, and only one of them `writes`.
+
+    | field | meaning |
+    |---|---|
+    | `optimizer_names` | class name of each group's inner optimizer |
+    | `ensure_complete` | wait for what is under way; raises if parameters and state are from different steps |
+    | `param_states` | this rank's live state by parameter: views, not copies |
+    | `global_state` | live state that belongs to no parameter |
+    | `group_optimizer` | how to build the inner optimizer of a group, to find out which state it will have |
+    | `loads_whole_state` | whether this rank needs the state of all parameters in a load, not only of what it owns |
+    | `mark_broken` | refuse further steps, with this message, until something is loaded |
     """
 
     everyone: Transport
@@ -41,28 +58,30 @@ class OptimizerView:
     layout: Layout
     params: Sequence[Tensor]
     groups: Sequence[Group]
-    kinds: Sequence[str]
+    optimizer_names: Sequence[str]
     step: int
     saves: BackgroundSaves
-    settle: Callable[[], None]
-    shares: Callable[[], Iterable[ParamState]]
-    others: Callable[[], Mapping[str, Any]]
+    ensure_complete: Callable[[], None]
+    param_states: Callable[[], Iterable[ParamState]]
+    global_state: Callable[[], Mapping[str, Any]]
+    group_optimizer: Callable[[int], GroupOptimizer]
+    loads_whole_state: bool
     restore: Restore
-    spoil: Callable[[str], object]
+    mark_broken: Callable[[str], object]
 
     @property
     def named(self) -> bool:
-        """Whether parameters have names of their own."""
+        """Whether all groups have parameter names."""
         return all("param_names" in group for group in self.groups)
 
 
 def view_of(optimizer: Any) -> OptimizerView:
-    """The optimizer's own answer; `TypeError` for one that is not ours."""
-    found = getattr(optimizer, "optimizer_view", None)
-    if found is None:
+    """Return the view of an optimizer; `TypeError` if it is not one of this package."""
+    make_view = getattr(optimizer, "optimizer_view", None)
+    if make_view is None:
         raise TypeError(
             f"a {type(optimizer).__name__} has no shards to save or load: pass a zerostep.ShardedOptimizer or a "
             "zerostep.ZeroRedundancyOptimizer, not a wrapper around it"
         )
-    view: OptimizerView = found()
+    view: OptimizerView = make_view()
     return view

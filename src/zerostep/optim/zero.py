@@ -9,9 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from functools import partial
-from traceback import walk_tb
 from typing import Any
 from weakref import WeakMethod
 
@@ -25,21 +22,19 @@ from zerostep.comm.agreement import agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.transport import BucketMemory, Transport, connect
-from zerostep.errors import CheckpointError
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer
+from zerostep.optim.closures import evaluated, raised_in
 from zerostep.optim.dcp_guard import refuse_dcp
 from zerostep.optim.view import OptimizerView
 from zerostep.optim.zero_join import ZeroJoin, ZeroJoinHook, ZeroShadow
+from zerostep.optim.zero_state import ZeroState
 from zerostep.plan.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
-from zerostep.plan.layout import Span
 from zerostep.plan.ownership import Ownership
+from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
-from zerostep.state.param_state import MASTER, ParamState, SavedState, flat_per_element
-from zerostep.state.restore import local_part, validate
-from zerostep.state.state_dict import StateDict, collect, local_shard, merge
+from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
-from zerostep.step.inner_optimizers import commit
 from zerostep.step.labels import label_range
 from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapHost, OverlapState
@@ -193,7 +188,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         joining = self._join if self._join_config.enable else None
         if joining is not None:
             # First the closure: in it, a DDP module may take over the announcement of this iteration.
-            closure = _evaluated(closure)
+            closure = evaluated(closure)
             Join.notify_join_context(self)
             joining.lend()
         loss = self._step_and_sync(closure, kwargs)
@@ -245,7 +240,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             yield
         except Exception as error:
             # A closure may fail on one rank alone, while the others wait inside theirs: nobody would come to meet.
-            in_closure = _came_through(closure, error)
+            in_closure = raised_in(closure, error)
             if not in_closure and self._active_transport.exchanges_status(self._bucket_memories):
                 logger.error("the local update failed on rank %d: %s", self.rank, error)
                 self._gather(_FAILED)
@@ -355,6 +350,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    def _zero_state(self) -> ZeroState:
+        return ZeroState(self.optim, self.param_groups, self._inner_index)
+
     def _collect_state(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
         return collect(self._transport, self.optim, self._inner_index, to)
@@ -362,31 +361,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
 
-    def local_state_dict(self) -> StateDict:
-        """This rank's part of the state, as a copy in host memory; local, like `state_dict`.
-
-        Saved by every rank, such parts make a checkpoint without gathering anything: `zerostep.merge_shards` puts them
-        together again, for any optimizer and any world size.
-        """
-        self._check_usable()
-        copy_options(self.param_groups, self.optim.param_groups)
-        return local_shard(self.optim, self._inner_index, self.param_groups, self.rank, self.world_size)
-
     def _load_whole(self, state_dict: StateDict) -> None:
-        numbers = validate(state_dict, self.param_groups, [self.optim] * len(self.param_groups), self.state)
-        if state_dict["state"] or self._has_state:
-            index_of = self._inner_index
-            owned = [[index_of[param] for param in group["params"]] for group in self.optim.param_groups]
-            commit(self.optim, local_part(state_dict, numbers, owned))
-        else:
-            # Some launchers load what state_dict() gave before the first step; some optimizers start with state.
-            copy_options(deepcopy([options(group) for group in state_dict["param_groups"]]), self.optim.param_groups)
-        copy_options(self.optim.param_groups, self.param_groups)
+        self._zero_state.load_whole(state_dict, self.state, self._has_state)
         self._has_state = bool(state_dict["state"])
 
     def optimizer_view(self) -> OptimizerView:
-        """What checkpoints need of this optimizer; for zerostep's own use."""
+        """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
+        state = self._zero_state
         return OptimizerView(
             everyone=self._transport,
             rank=self.rank,
@@ -394,54 +376,28 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             layout=self._owners.layout,
             params=self._owners.params,
             groups=self.param_groups,
-            kinds=[type(self.optim).__name__] * len(self.param_groups),
+            optimizer_names=[type(self.optim).__name__] * len(self.param_groups),
             step=self._steps,
             saves=self._saves,
-            settle=self._check_usable,
-            shares=self._shares,
-            others=self._others,
+            ensure_complete=self._check_usable,
+            param_states=lambda: state.param_states(self.state, self._param_to_index),
+            global_state=state.global_state,
+            group_optimizer=self._group_optimizer,
+            loads_whole_state=False,
             restore=self._restore,
-            spoil=self._health.mark_broken,
+            mark_broken=self._health.mark_broken,
         )
 
-    def _others(self) -> dict[str, Any]:
-        """What the inner optimizer keeps under other names than its parameters'."""
-        found: dict[Any, Any] = dict(self.optim.state)
-        return {key: value for key, value in found.items() if isinstance(key, str)}
-
-    _proves = False
-
-    def group_optimizer(self, group: int) -> GroupOptimizer:
-        """How the state of a group's parameters comes about."""
+    def _group_optimizer(self, group: int) -> GroupOptimizer:
         return GroupOptimizer(self._optimizer_class, self._class_options, options(self.param_groups[group]), None)
 
-    def _shares(self) -> Iterator[ParamState]:
-        numbers = self._param_to_index
-        for param, entry in self.state.items():
-            if isinstance(param, Tensor) and entry:
-                if MASTER in entry:
-                    raise CheckpointError(f"the optimizer keeps a state of its own under the reserved name {MASTER!r}")
-                like = flat_per_element(entry, param)
-                rest = {key: value for key, value in entry.items() if key not in like}
-                yield ParamState(numbers[param], Span(0, param.numel()), like, rest)
-
     def _restore(
-        self, saved: Mapping[int, SavedState], others: Mapping[str, Any], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
-        numbers = self._inner_index
-        members = [[numbers[param] for param in group["params"]] for group in self.optim.param_groups]
-        state = {
-            number: {key: saved[number].whole(key) for key in saved[number].names() if key != MASTER}
-            for owned in members
-            for number in owned
-            if number in saved
-        }
-        state = {number: entry for number, entry in state.items() if entry}
-        groups = [{**chosen, "params": owned} for chosen, owned in zip(options, members, strict=True)]
+        replace = self._zero_state.prepare_restore(saved, global_state, options)
 
         def apply() -> None:
-            commit(self.optim, {"state": {**state, **others}, "param_groups": groups}, fresh=True)
-            copy_options(self.optim.param_groups, self.param_groups)
+            replace()
             self._has_state, self._steps = bool(saved), step
             self._all_state_dicts = []
             self._health.mark_recovered()
@@ -533,7 +489,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attempt(params: Any) -> tuple[list[Group], Exception | None]:
-    """Groups or what is wrong with `params`; it is told when all ranks can hear it."""
+    """Groups, or what is wrong with `params`: it is raised when all ranks have met."""
     try:
         return normalise(params), None
     except Exception as error:
@@ -541,8 +497,8 @@ def _attempt(params: Any) -> tuple[list[Group], Exception | None]:
 
 
 def _first_device(groups: Sequence[Group]) -> torch.device | None:
-    found = [group["params"] for group in groups]
-    first = next((entry for params in found for entry in ([params] if isinstance(params, Tensor) else params)), None)
+    lists = [group["params"] for group in groups]
+    first = next((entry for params in lists for entry in ([params] if isinstance(params, Tensor) else params)), None)
     tensor = first[1] if isinstance(first, tuple) else first
     return tensor.device if isinstance(tensor, Tensor) else None
 
@@ -555,21 +511,3 @@ def _check_class(optimizer_class: Any, overlap_with_ddp: bool) -> None:
             f"{optimizer_class.__name__} is a functional optimizer, given with overlap_with_ddp={overlap_with_ddp}; "
             "it is neither needed nor supported: pass the ordinary class from torch.optim"
         )
-
-
-def _came_through(closure: Any, error: Exception) -> bool:
-    """Whether the error was raised inside the user's closure: a function, a method, a partial or another callable."""
-    while isinstance(closure, partial):
-        closure = closure.func
-    candidates = (closure, getattr(closure, "__func__", None), getattr(type(closure), "__call__", None))  # noqa: B004
-    codes = {getattr(candidate, "__code__", None) for candidate in candidates} - {None}
-    return any(frame.f_code in codes for frame, _ in walk_tb(error.__traceback__))
-
-
-def _evaluated(closure: Any) -> Any:
-    """Inside a join context gradients are lent before the update, so the closure that makes them runs first."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    return lambda: loss

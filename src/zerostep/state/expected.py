@@ -1,4 +1,4 @@
-"""Which state a parameter will have, for an optimizer that has taken no step yet."""
+"""Describe the state that a parameter will have after the first step, for an optimizer that has not stepped yet."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from zerostep.plan.cost import fresh_state
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.param_state import MASTER, is_per_element
 
-__all__ = ["Expected", "GroupOptimizer", "expecting"]
+__all__ = ["ExpectedState", "GroupOptimizer", "state_predictor"]
 
-# The length of a trial piece of a parameter that may be cut; no constant of an optimizer is likely to have it.
-_TRIAL = 53
+# The length of the trial tensor for a splittable parameter; no optimizer is likely to keep another tensor of this size.
+_TRIAL_LENGTH = 53
 
 
 @dataclass(frozen=True)
 class GroupOptimizer:
-    """How the state of a group's parameters comes about."""
+    """How to build the optimizer of a group: its class, the class's options, the group's options, the master dtype."""
 
     optimizer_class: Callable[..., Optimizer]
     options: Mapping[str, Any]
@@ -33,31 +33,31 @@ class GroupOptimizer:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The tensors of a parameter's state: the dtypes of those that are like it, shapes and dtypes of the others."""
+class ExpectedState:
+    """The tensors of a parameter's state: dtypes of the per-element ones, shapes and dtypes of the shared ones."""
 
     per_element: Mapping[str, torch.dtype]
     shared: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def expecting(group_optimizers: Callable[[int], GroupOptimizer]) -> Callable[[ParamSpec], Expected]:
-    """A function that finds out, once for each kind of parameter; `recipes` has the recipe of each group."""
+def state_predictor(group_optimizer: Callable[[int], GroupOptimizer]) -> Callable[[ParamSpec], ExpectedState]:
+    """Return a function that gives a parameter's expected state; it tries each group, shape and dtype once."""
 
     @cache
-    def found(group: int, shape: tuple[int, ...], dtype: str) -> Expected:
-        return _try(group_optimizers(group), shape, dtype_named(dtype))
+    def predict(group: int, shape: tuple[int, ...], dtype: str) -> ExpectedState:
+        return _try_step(group_optimizer(group), shape, dtype_named(dtype))
 
-    return lambda spec: found(spec.group, (_TRIAL,) if spec.splittable and spec.numel else spec.shape, spec.dtype)
-
-
-def _try(group_optimizer: GroupOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> Expected:
-    wanted = group_optimizer.master_dtype
-    mastered = wanted is not None and dtype.is_floating_point and dtype != wanted
-    leaf = torch.empty(shape, dtype=wanted if mastered else dtype, device="meta")
-    entry = fresh_state(
-        group_optimizer.optimizer_class, group_optimizer.options, shape, leaf.dtype, group_optimizer.group
+    return lambda spec: predict(
+        spec.group, (_TRIAL_LENGTH,) if spec.splittable and spec.numel else spec.shape, spec.dtype
     )
+
+
+def _try_step(optimizer: GroupOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> ExpectedState:
+    master_dtype = optimizer.master_dtype
+    has_master = master_dtype is not None and dtype.is_floating_point and dtype != master_dtype
+    leaf = torch.empty(shape, dtype=master_dtype if has_master else dtype, device="meta")
+    entry = fresh_state(optimizer.optimizer_class, optimizer.options, shape, leaf.dtype, optimizer.group)
     tensors = {key: value for key, value in entry.items() if isinstance(value, Tensor)}
-    like = {key: value.dtype for key, value in tensors.items() if is_per_element(key, value, leaf)}
-    rest = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items() if key not in like}
-    return Expected({**like, MASTER: leaf.dtype} if mastered and entry else like, rest)
+    per_element = {key: value.dtype for key, value in tensors.items() if is_per_element(key, value, leaf)}
+    shared = {key: (tuple(value.shape), value.dtype) for key, value in tensors.items() if key not in per_element}
+    return ExpectedState({**per_element, MASTER: leaf.dtype} if has_master and entry else per_element, shared)

@@ -1,48 +1,61 @@
-"""The live state of a sharded optimizer's leaves, seen by parameter, and replaced by what a checkpoint holds."""
+"""The live state of a sharded optimizer's leaves: viewed by parameter, and replaced when a checkpoint is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from zerostep.memory.leaf import Leaf, view_state
+from zerostep.memory.shard import Shard
 from zerostep.plan.groups import Group
+from zerostep.plan.layout import Layout
 from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, entry_for, fits_one_leaf, param_states_of
-from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers
 
-__all__ = ["LeafStates"]
+__all__ = ["LeafSource", "LeafStates"]
+
+
+class LeafSource(Protocol):
+    """Owner of this rank's leaves. Read on each use: adding a parameter group replaces the layout and the list."""
+
+    @property
+    def shards(self) -> Mapping[int, Shard]:
+        """The memory and leaves of each bucket that is bound."""
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """All parameters by index."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of all buckets."""
 
 
 class LeafStates:
-    """What the inner optimizers know about this rank's leaves."""
+    """The state that the inner optimizers hold for this rank's leaves."""
 
-    def __init__(self, buckets: BucketShards, inners: InnerOptimizers) -> None:
-        self._buckets, self._inners = buckets, inners
-
-    def __iter__(self) -> Iterator[tuple[Leaf, Entry]]:
-        for shard in self._buckets.shards.values():
-            for leaf in shard.leaves:
-                entry = self._inners.state(leaf)
-                if entry:
-                    yield leaf, entry
+    def __init__(self, source: LeafSource, inners: InnerOptimizers) -> None:
+        self._source, self._inners = source, inners
 
     def by_parameter(self) -> dict[Tensor, Entry]:
-        """The state of each parameter that has a part here; where it may be cut, flat views of the owned elements."""
+        """Return the state of each parameter with a part here; if splittable, as flat views of the owned elements."""
         return {
-            self._buckets.params[fragment.param]: view_state(entry, leaf, fragment)
-            for leaf, entry in self
+            self._source.params[fragment.param]: view_state(entry, leaf, fragment)
+            for shard in self._source.shards.values()
+            for leaf in shard.leaves
+            if (entry := self._inners.state(leaf))
             for fragment in leaf.fragments
         }
 
-    def shares(self) -> Iterator[ParamState]:
-        """This rank's shares of the whole state, masters included; views of the live tensors."""
-        return param_states_of(self._with_masters(), self._buckets.layout, self._buckets.params)
+    def param_states(self) -> Iterator[ParamState]:
+        """Yield this rank's part of each parameter's state, masters included, as views of the live tensors."""
+        return param_states_of(self._with_masters(), self._source.layout, self._source.params)
 
     def _with_masters(self) -> Iterator[tuple[Leaf, Entry]]:
-        """Masters are state even where an optimizer keeps nothing else: parameters are too coarse to make them from."""
-        for shard in self._buckets.shards.values():
+        """Masters are saved even if the optimizer keeps no other state: rounded parameters cannot restore them."""
+        for shard in self._source.shards.values():
             for leaf in shard.leaves:
                 entry = dict(self._inners.state(leaf) or {})
                 if shard.master is not None:
@@ -51,54 +64,54 @@ class LeafStates:
                     yield leaf, entry
 
     def load(self, saved: Mapping[int, SavedState], options: Sequence[Group]) -> None:
-        """Replace all state by copies of this rank's fragments of what was saved, by number."""
+        """Replace all state by copies of this rank's part of the saved state, given by parameter index."""
         self.prepare(saved, options)()
 
     def prepare(
         self, saved: Mapping[int, SavedState], options: Sequence[Group], fresh: bool = False
     ) -> Callable[[], None]:
-        """Read this rank's fragments of what was saved; what is returned replaces all state by them.
+        """Read this rank's part of the saved state and return a function that replaces all state by it.
 
-        What is `fresh` belongs to nobody else and need not be copied; and then masters that were not saved are made
-        from the parameters.
+        With `fresh`, the saved tensors are used without a copy, and masters that were not saved are made from the
+        parameters. Leaves may be split here, before the function is called; that does not change any values.
         """
-        chosen: dict[Tensor, Entry] = {}
-        for shard in self._buckets.shards.values():
+        entries: dict[Tensor, Entry] = {}
+        for shard in self._source.shards.values():
             for leaf in list(shard.leaves):
                 parts = [leaf]
                 if not fits_one_leaf(leaf, saved):
                     parts = shard.split_leaf(leaf)
                     self._inners.replace(leaf, parts)
-                chosen |= {part.tensor: self._entry(part, saved) for part in parts if part.params[0] in saved}
-        masters = {tensor: entry.pop(MASTER) for tensor, entry in chosen.items() if MASTER in entry}
-        chosen = {tensor: entry for tensor, entry in chosen.items() if entry}
+                entries |= {part.tensor: self._entry(part, saved) for part in parts if part.params[0] in saved}
+        masters = {tensor: entry.pop(MASTER) for tensor, entry in entries.items() if MASTER in entry}
+        entries = {tensor: entry for tensor, entry in entries.items() if entry}
 
         def commit() -> None:
-            self._inners.load(chosen, options, fresh)
-            self._set_masters(masters, others_too=fresh)
+            self._inners.load(entries, options, fresh)
+            self._set_masters(masters, reset_missing=fresh)
 
         return commit
 
-    def _set_masters(self, masters: Mapping[Tensor, Tensor], others_too: bool) -> None:
-        for shard in self._buckets.shards.values():
+    def _set_masters(self, masters: Mapping[Tensor, Tensor], reset_missing: bool) -> None:
+        for shard in self._source.shards.values():
             for leaf in shard.leaves if shard.master is not None else ():
                 if leaf.tensor in masters:
                     leaf.tensor.detach().copy_(masters[leaf.tensor])
-                elif others_too:
+                elif reset_missing:
                     leaf.tensor.detach().copy_(leaf.view(shard.owned))
 
     def _entry(self, leaf: Leaf, saved: Mapping[int, SavedState]) -> Entry:
-        spec = self._buckets.layout.params[leaf.params[0]]
+        spec = self._source.layout.params[leaf.params[0]]
         if spec.splittable and spec.numel:
-            found_entry = entry_for(leaf, saved)
-            _check_divisible(found_entry, leaf, spec.name)
-            return found_entry
-        found = saved[leaf.params[0]]
-        return {key: found.whole(key) for key in found.names()}
+            entry = entry_for(leaf, saved)
+            _check_divisible(entry, leaf, spec.name)
+            return entry
+        state = saved[leaf.params[0]]
+        return {key: state.whole(key) for key in state.names()}
 
 
 def _check_divisible(entry: Entry, leaf: Leaf, name: str) -> None:
-    """State that belongs to a whole parameter can be shared by its parts only if it is a number."""
+    """Raise if a shared tensor has more than one element: the parts of a cut parameter can only share a number."""
     for key, value in entry.items():
         if isinstance(value, Tensor) and value.numel() > 1 and value.shape != leaf.tensor.shape:
             raise ValueError(

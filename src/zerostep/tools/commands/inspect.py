@@ -87,7 +87,7 @@ def _contents(path: Path, check: bool) -> Contents:
         created=datetime.fromtimestamp(manifest.created / 1e9, UTC).isoformat(timespec="seconds"),
         written_by=manifest.written_by,
         world_size=manifest.layout.world_size,
-        optimizers=[group.kind for group in manifest.groups],
+        optimizers=[group.optimizer_name for group in manifest.groups],
         parameters=len(manifest.layout.params),
         elements=sum(spec.numel for spec in manifest.layout.params),
         named=manifest.named,

@@ -1,0 +1,77 @@
+"""The state of a `ZeroRedundancyOptimizer`: whole parameters of this rank, taken apart and replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerostep.errors import CheckpointError
+from zerostep.plan.groups import Group, copy_options, options
+from zerostep.plan.layout import Span
+from zerostep.state.load_state_dict import local_part, validate
+from zerostep.state.param_state import MASTER, ParamState, SavedState, StateDict, flat_per_element
+from zerostep.step.inner_optimizers import commit
+
+__all__ = ["ZeroState"]
+
+
+class ZeroState:
+    """The inner optimizer's state. `index_of` has the index of each tensor that the inner optimizer holds."""
+
+    def __init__(self, inner: Optimizer, groups: list[Group], index_of: Mapping[Tensor, int]) -> None:
+        self._inner, self._groups, self._index_of = inner, groups, index_of
+
+    @property
+    def _owned(self) -> list[list[int]]:
+        """The parameters that this rank owns, by group."""
+        return [[self._index_of[param] for param in group["params"]] for group in self._inner.param_groups]
+
+    def load_whole(self, state_dict: StateDict, live: Mapping[Tensor, Any], has_state: bool) -> None:
+        """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
+        numbers = validate(state_dict, self._groups, [self._inner] * len(self._groups), live)
+        if state_dict["state"] or has_state:
+            commit(self._inner, local_part(state_dict, numbers, self._owned))
+        else:
+            # Some launchers load what state_dict() gave before the first step; some optimizers start with state.
+            copy_options(deepcopy([options(group) for group in state_dict["param_groups"]]), self._inner.param_groups)
+        copy_options(self._inner.param_groups, self._groups)
+
+    def global_state(self) -> dict[str, Any]:
+        """State that the inner optimizer keeps under names of its own, and not by parameter."""
+        state: dict[Any, Any] = dict(self._inner.state)
+        return {key: value for key, value in state.items() if isinstance(key, str)}
+
+    def param_states(self, live: Mapping[Any, Any], index_of: Mapping[Tensor, int]) -> Iterator[ParamState]:
+        """The state of each parameter that this rank owns; `live` is keyed by the user's parameters."""
+        for param, entry in live.items():
+            if isinstance(param, Tensor) and entry:
+                if MASTER in entry:
+                    raise CheckpointError(f"the optimizer keeps a state of its own under the reserved name {MASTER!r}")
+                per_element = flat_per_element(entry, param)
+                shared = {key: value for key, value in entry.items() if key not in per_element}
+                yield ParamState(index_of[param], Span(0, param.numel()), per_element, shared)
+
+    def prepare_restore(
+        self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group]
+    ) -> Callable[[], None]:
+        """Read this rank's part of a checkpoint; the returned function replaces state and options by it."""
+        owned = self._owned
+        entries = {
+            index: {key: saved[index].whole(key) for key in saved[index].names() if key != MASTER}
+            for members in owned
+            for index in members
+            if index in saved
+        }
+        state: dict[Any, Any] = {index: entry for index, entry in entries.items() if entry}
+        state |= global_state
+        groups = [{**chosen, "params": members} for chosen, members in zip(options, owned, strict=True)]
+
+        def apply() -> None:
+            commit(self._inner, {"state": state, "param_groups": groups}, fresh=True)
+            copy_options(self._inner.param_groups, self._groups)
+
+        return apply
