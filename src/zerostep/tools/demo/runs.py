@@ -103,7 +103,7 @@ class DdpRun:
         return Sizes(_memory(params), _memory(p.grad for p in params), _state_bytes(self._inners))
 
     def wire_bytes(self, steps: int) -> int:
-        """Compute the bytes of a ring all-reduce of gradients and, with the drop-in, of sending the owned parameters."""
+        """Compute the bytes of a ring all-reduce of gradients and, with the drop-in, of sending owned parameters."""
         world, params = dist.get_world_size(), list(self.model.parameters())
         reduced = 2 * (world - 1) * sum(param.nbytes for param in params) // world
         owned = sum(p.nbytes for o in self._inners for group in o.param_groups for p in group["params"])
