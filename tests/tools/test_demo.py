@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zerostep.tools import cli
-from zerostep.tools.demo import GPT, GPTShape, RankReport, RunReport, largest_difference, verdict
+from zerostep.tools.demo import GPT, GPTShape, RankReport, RunReport, compare_runs, largest_difference
 from zerostep.tools.demo.choices import CHOICES, parts, predicted
 from zerostep.tools.demo.report import Sizes
 
@@ -22,22 +22,22 @@ def rank(*differences: float) -> RankReport:
 
 
 def test_equal_runs_pass() -> None:
-    passed, lines = verdict([rank(0.0, 0.0), rank(0.0, 0.0)])
+    passed, lines = compare_runs([rank(0.0, 0.0), rank(0.0, 0.0)])
     assert passed
     assert all("bit-equal to plain DDP's on every rank" in line for line in lines)
 
 
 def test_a_difference_at_two_ranks_is_an_error() -> None:
-    passed, (first, second) = verdict([rank(0.0, 0.0), rank(0.0, 1e-7)])
+    passed, (first, second) = compare_runs([rank(0.0, 0.0), rank(0.0, 1e-7)])
     assert not passed
     assert first.startswith("drop-in") and "NOT" not in first
     assert second.startswith("ShardedOptimizer") and "NOT bit-equal to plain DDP's, largest difference 1e-07" in second
 
 
 def test_at_more_ranks_sums_may_have_another_order_but_nothing_more() -> None:
-    assert verdict([rank(0.0, 1e-6)] * 3)[0]
-    assert not verdict([rank(0.0, 0.1)] * 3)[0]
-    assert not verdict([rank(0.0, math.inf)] * 3)[0]
+    assert compare_runs([rank(0.0, 1e-6)] * 3)[0]
+    assert not compare_runs([rank(0.0, 0.1)] * 3)[0]
+    assert not compare_runs([rank(0.0, math.inf)] * 3)[0]
 
 
 def test_largest_difference() -> None:
@@ -66,7 +66,7 @@ def test_predictions_of_every_choice(name: str) -> None:
 def test_muon_has_the_matrices_of_the_blocks() -> None:
     model = GPT(GPTShape(context=16, width=32, heads=2, layers=1))
     matrices, rest = parts(CHOICES["muon"], model)
-    assert matrices.kind is torch.optim.Muon and rest.kind is torch.optim.AdamW
+    assert matrices.optimizer_class is torch.optim.Muon and rest.optimizer_class is torch.optim.AdamW
     assert all(isinstance(p, nn.Parameter) and p.dim() == 2 for _, p in matrices.named)
     assert "token.weight" in dict(rest.named) and "head.weight" in dict(rest.named)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerostep.tools.demo import Demo, Progress, run_demo, verdict
+from zerostep.tools.demo import Demo, Progress, compare_runs, run_demo
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -43,7 +43,7 @@ def test_the_command() -> None:
 def test_whole_matrices_and_progress() -> None:
     told = list[Progress]()
     reports = run_demo(Demo(ranks=2, steps=2, optimizer="muon", device="cpu"), told.append)
-    passed, lines = verdict(reports)
+    passed, lines = compare_runs(reports)
     assert passed, lines
     for report in reports:
         for run in report.runs:

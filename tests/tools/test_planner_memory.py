@@ -12,8 +12,8 @@ from zerostep.plan.groups import all_params
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.comparison import Request, bytes_of_ranks, compare
-from zerostep.tools.planner.errors import PlanError
 from zerostep.tools.planner.forecast import Strategy
 from zerostep.tools.planner.memory import TrainingJob, sharded
 from zerostep.tools.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.sources import load
 
 TENSORS = {

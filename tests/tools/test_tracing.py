@@ -10,11 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
+from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.chrome import merged
-from zerostep.tools.tracing.events import RankTrace, TraceError, in_order, parse, read
+from zerostep.tools.tracing.events import RankTrace, parse, read, sort_by_rank
 from zerostep.tools.tracing.intervals import Interval
 from zerostep.tools.tracing.picture import check_paths, draw
-from zerostep.tools.tracing.step import Communication, StepView, Update, common_step, view
+from zerostep.tools.tracing.step import CommSpan, StepView, Update, common_step, view_step
 from zerostep.tools.tracing.worker import StepCounter
 
 HOST, LANE = 7, 8
@@ -42,7 +43,7 @@ def trace(*entries: dict[str, Any], rank: int = 0, base: int = 0) -> RankTrace:
 
 def step_of(*entries: dict[str, Any]) -> StepView:
     """The step between the moments 1000 and 2000."""
-    return view(trace(mark(4, 1000), mark(5, 2000), *entries), 5)
+    return view_step(trace(mark(4, 1000), mark(5, 2000), *entries), 5)
 
 
 def spans(*edges: tuple[float, float]) -> list[Interval]:
@@ -54,7 +55,7 @@ def spans(*edges: tuple[float, float]) -> list[Interval]:
 
 def test_a_bucket_is_on_its_way_from_its_launch_to_the_end_of_its_wait() -> None:
     found = step_of(entry("zerostep/reduce bucket 3", 1100, 1120), entry("zerostep/reduce bucket 3 wait", 1500, 1600))
-    assert found.communications == [Communication("reduce", "bucket 3", Interval(1100, 1600), spans((1500, 1600)))]
+    assert found.comm_spans == [CommSpan("reduce", "bucket 3", Interval(1100, 1600), spans((1500, 1600)))]
     assert found.exposed == {"reduce": spans((1500, 1600))}
     assert found.exposed_ms == 0.1
 
@@ -73,7 +74,7 @@ def test_launches_and_waits_of_one_bucket_are_paired_in_order() -> None:
         entry("zerostep/reduce bucket 0 wait", 1300, 1310),
         entry("zerostep/reduce bucket 0 wait", 1400, 1410),
     )
-    assert [communication.span for communication in found.communications] == spans((1100, 1310), (1200, 1410))
+    assert [comm.span for comm in found.comm_spans] == spans((1100, 1310), (1200, 1410))
 
 
 def test_parameters_are_on_their_way_across_the_edges_of_a_step() -> None:
@@ -83,39 +84,37 @@ def test_parameters_are_on_their_way_across_the_edges_of_a_step() -> None:
         entry("zerostep/gather bucket 0", 1900, 1950),
         op(2500, 2600),
     )
-    assert [communication.span for communication in found.communications] == spans((1000, 1250), (1900, 2000))
+    assert [comm.span for comm in found.comm_spans] == spans((1000, 1250), (1900, 2000))
     assert found.exposed == {"gather": spans((1200, 1250))}
 
 
 def test_a_wait_whose_launch_was_before_the_trace() -> None:
     found = step_of(entry("zerostep/gather bucket 0 wait", 1200, 1250), entry("zerostep/gather bucket 0", 1900, 1950))
-    assert [communication.span for communication in found.communications] == spans((1000, 1250), (1900, 2000))
+    assert [comm.span for comm in found.comm_spans] == spans((1000, 1250), (1900, 2000))
 
 
 def test_a_phase_that_is_only_waited_for_lasts_as_long_as_the_wait() -> None:
     found = step_of(entry("zerostep/gather gradients bucket 2 wait", 1200, 1250))
-    assert found.communications == [
-        Communication("gather gradients", "bucket 2", Interval(1200, 1250), spans((1200, 1250)))
-    ]
+    assert found.comm_spans == [CommSpan("gather gradients", "bucket 2", Interval(1200, 1250), spans((1200, 1250)))]
 
 
 def test_the_drop_in_waits_in_its_gather() -> None:
     found = step_of(entry("zerostep/update", 1500, 1600), entry("zerostep/gather", 1600, 1700), op(1600, 1610))
-    assert found.communications == [Communication("gather", "gather", Interval(1600, 1700), spans((1610, 1700)))]
+    assert found.comm_spans == [CommSpan("gather", "gather", Interval(1600, 1700), spans((1610, 1700)))]
     assert found.updates == [Update([], Interval(1500, 1600))]
     assert found.host["update"] == spans((1500, 1600))
 
 
 def test_what_another_thread_waits_for_holds_nobody_up() -> None:
     found = step_of(entry("zerostep/gather bucket 1", 1600, 1700, thread=LANE), op(1500, 1800))
-    assert found.communications == [Communication("gather", "bucket 1", Interval(1600, 1700), [])]
+    assert found.comm_spans == [CommSpan("gather", "bucket 1", Interval(1600, 1700), [])]
     assert found.exposed == {}
 
 
 def test_meetings_are_waited_for_but_are_no_bucket() -> None:
-    found = step_of(entry("zerostep/meet", 1100, 1110), entry("zerostep/meet wait", 1300, 1310))
-    assert found.communications == []
-    assert found.exposed == {"meet": spans((1300, 1310))}
+    found = step_of(entry("zerostep/control", 1100, 1110), entry("zerostep/control wait", 1300, 1310))
+    assert found.comm_spans == []
+    assert found.exposed == {"control": spans((1300, 1310))}
 
 
 def test_one_update_of_several_buckets() -> None:
@@ -135,7 +134,7 @@ def test_a_collective_of_ddp_is_exposed_where_no_op_runs() -> None:
         backward(1200, 1600),
         op(1650, 1660),  # so soon that the host was not idle
     )
-    assert [(communication.row, communication.span) for communication in found.communications] == [
+    assert [(comm.row, comm.span) for comm in found.comm_spans] == [
         ("all-reduce 0", Interval(1400, 1800)),
         ("all-reduce 1", Interval(1500, 1850)),
     ]
@@ -145,11 +144,11 @@ def test_a_collective_of_ddp_is_exposed_where_no_op_runs() -> None:
 def test_rows_of_collectives_begin_anew_with_each_step() -> None:
     early = entry("gloo:all_reduce", 500, 600, thread=LANE)
     found = step_of(early, op(1, 2), entry("gloo:all_reduce", 1400, 1800, thread=LANE))
-    assert [communication.row for communication in found.communications] == ["all-reduce 0"]
+    assert [comm.row for comm in found.comm_spans] == ["all-reduce 0"]
 
 
 def test_own_messages_are_no_collectives() -> None:
-    assert step_of(entry("gloo:send", 1100, 1200), entry("gloo:recv", 1100, 1200)).communications == []
+    assert step_of(entry("gloo:send", 1100, 1200), entry("gloo:recv", 1100, 1200)).comm_spans == []
 
 
 def test_messages_that_are_kernels_are_exposed_where_no_other_kernel_runs() -> None:
@@ -161,9 +160,9 @@ def test_messages_that_are_kernels_are_exposed_where_no_other_kernel_runs() -> N
         entry("ncclDevKernel_AllGather_RING", 1500, 1510, "kernel", 20),
         entry("gemm", 1250, 1350, "kernel", 21),
     )
-    assert found.communications == [
-        Communication("reduce", "bucket 2", Interval(1200, 1400), spans((1200, 1250), (1350, 1400))),
-        Communication("gather", "messages", Interval(1500, 1510), spans((1500, 1510))),
+    assert found.comm_spans == [
+        CommSpan("reduce", "bucket 2", Interval(1200, 1400), spans((1200, 1250), (1350, 1400))),
+        CommSpan("gather", "messages", Interval(1500, 1510), spans((1500, 1510))),
     ]
     assert found.device == spans((1250, 1350))
     assert found.exposed_ms == pytest.approx(0.11)
@@ -242,9 +241,9 @@ def test_the_last_step_that_all_ranks_have() -> None:
 
 def test_traces_are_ordered_by_the_rank_they_tell() -> None:
     raw = {"traceEvents": [], "distributedInfo": {"rank": 3}}
-    assert [found.rank for found in in_order([parse(raw, 0), trace(rank=1)])] == [1, 3]
+    assert [found.rank for found in sort_by_rank([parse(raw, 0), trace(rank=1)])] == [1, 3]
     with pytest.raises(TraceError, match="2 traces are of rank 3"):
-        in_order([parse(raw, 0), parse(raw, 1)])
+        sort_by_rank([parse(raw, 0), parse(raw, 1)])
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "{}", '{"traceEvents": [{"ph": "X", "dur": 1}]}'])
@@ -266,7 +265,7 @@ def test_one_trace_of_all_ranks_has_one_clock_and_a_process_each() -> None:
     launch, wait = entry("zerostep/reduce bucket 0", 1100, 1110), entry("zerostep/reduce bucket 0 wait", 1200, 1300)
     both = [mark(4, 1000), mark(5, 2000), op(1400, 1500), launch, wait, arrow, named]
     traces = [trace(*both, rank=0), trace(*both, rank=1, base=50_000)]
-    events = merged(traces, [view(found, 5) for found in traces])["traceEvents"]
+    events = merged(traces, [view_step(found, 5) for found in traces])["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"]
     ops = [event for event in events if event["name"] == "aten::mm"]
@@ -336,7 +335,7 @@ def test_a_profile_of_a_real_loop(tmp_path: Path) -> None:
     found.export_chrome_trace(str(tmp_path / "trace.json"))
     traced = read(tmp_path / "trace.json", 0)
     assert sorted(traced.steps) == [2, 3]
-    seen = view(traced, 3)
+    seen = view_step(traced, 3)
     assert len(seen.host["backward"]) == 1
     assert seen.host["forward"][0].start < seen.host["backward"][0].start < seen.host["update"][0].start
     assert seen.exposed_ms == 0

@@ -73,8 +73,8 @@ class ShardedState:
         """The class and the options that make the state of a group's parameters."""
         planner, chosen = self._planner, self._groups[group]
         optimizer_class = class_of(chosen, planner.default_class)
-        defaults = planner.defaults if optimizer_class is planner.default_class else {}
-        return GroupOptimizer(optimizer_class, defaults, own_options(chosen), planner.settings.master_dtype)
+        constructor = planner.constructor_options(optimizer_class)
+        return GroupOptimizer(optimizer_class, constructor, own_options(chosen), planner.settings.master_dtype)
 
     def nbytes(self) -> int:
         """Bytes of the inner optimizers' state on this rank."""

@@ -68,13 +68,15 @@ class LayoutPlanner:
     """Completes parameter groups and plans their layout.
 
     `default_class` and its options `defaults` are for groups that name no class of their own. `positions` gives the
-    order of the model, which is the reverse of backward's; the order of the groups may be any other.
+    order of the model, which is the reverse of backward's; the order of the groups may be any other. With `device`, it
+    plans as if all parameters were there.
     """
 
     default_class: OptimizerClass
     defaults: Mapping[str, Any]
     settings: Settings
     positions: Mapping[Tensor, int] = field(default_factory=dict)
+    device: str | None = None
 
     def complete(self, group: Group) -> Group:
         """The group with all options of its optimizer class, taken from an instance that is thrown away."""
@@ -82,7 +84,7 @@ class LayoutPlanner:
         optimizer_class = class_of(complete, self.default_class)
         if not callable(optimizer_class):
             raise TypeError(f"optimizer_class must be an optimizer class, got {optimizer_class!r}")
-        constructor_options = self._constructor_options(optimizer_class)
+        constructor_options = self.constructor_options(optimizer_class)
         trial = optimizer_class([{**own_options(complete), "params": list(complete["params"])}], **constructor_options)
         complete.update(own_options(trial.param_groups[-1]))
         if not is_separable(optimizer_class, constructor_options, own_options(complete)):
@@ -102,7 +104,7 @@ class LayoutPlanner:
         for group_index, group in enumerate(groups, start=group_offset):
             group_specs = self._specs(group, group_index, param_offset + len(specs))
             optimizer_class = class_of(group, self.default_class)
-            cost_model = CostModel(optimizer_class, self._constructor_options(optimizer_class), own_options(group))
+            cost_model = CostModel(optimizer_class, self.constructor_options(optimizer_class), own_options(group))
             specs += group_specs
             costs += [cost_model.of(spec) for spec in group_specs]
         params = all_params(groups)
@@ -122,16 +124,19 @@ class LayoutPlanner:
 
     def _specs(self, group: Group, group_index: int, first_index: int) -> list[ParamSpec]:
         splittable = self._is_splittable(class_of(group, self.default_class), own_options(group))
-        specs = [replace(spec, splittable=splittable, group=group_index) for spec in param_specs([group])]
+        changes: dict[str, Any] = {"splittable": splittable, "group": group_index} | (
+            {"device": self.device} if self.device else {}
+        )
+        specs = [replace(spec, **changes) for spec in param_specs([group])]
         if "param_names" in group:
             return specs
         return [replace(spec, name=f"param.{index}") for index, spec in enumerate(specs, start=first_index)]
 
     def _is_splittable(self, optimizer_class: OptimizerClass, group_options: Group) -> bool:
         if self.settings.partition == "auto":
-            return is_elementwise(optimizer_class, self._constructor_options(optimizer_class), group_options)
+            return is_elementwise(optimizer_class, self.constructor_options(optimizer_class), group_options)
         return self.settings.partition == "elements"
 
-    def _constructor_options(self, optimizer_class: OptimizerClass) -> Mapping[str, Any]:
+    def constructor_options(self, optimizer_class: OptimizerClass) -> Mapping[str, Any]:
         """The keyword arguments for the constructor of a class: the defaults belong to the default class alone."""
         return self.defaults if optimizer_class is self.default_class else {}

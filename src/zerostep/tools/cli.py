@@ -1,4 +1,4 @@
-"""The command line. Its libraries come with the extra `cli`; every command is a module of `zerostep.tools.commands`."""
+"""The command `zerostep`: each of its commands is a module of `zerostep.tools.commands`. Needs the extra `cli`."""
 
 import logging
 import sys
@@ -9,6 +9,7 @@ try:
     from zerostep.errors import CheckpointError
     from zerostep.tools.commands import convert, demo, inspect, plan, trace
 except ModuleNotFoundError as missing:
+    # Only the missing extra is a user's problem; a missing torch or a defect of ours keeps its traceback.
     if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
     sys.stderr.write(f"zerostep: the command line needs {missing.name}: pip install 'zerostep[cli]'\n")
@@ -30,7 +31,7 @@ app.command(epilog=trace.EPILOG, context_settings=trace.CONTEXT)(trace.trace)
 
 
 def main() -> None:
-    """Run the command line; an error the user can act on is one line and exit code 2."""
+    """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it reports every rank it stops
     try:
         status = app(standalone_mode=False)
@@ -43,9 +44,10 @@ def main() -> None:
 
 
 def _message(error: Exception) -> str:
-    """Errors for users, ours and those of typer, have their line ready; any other is a defect, and shown whole."""
+    """Return the line to print for a user's error; raise any other again, as a defect that needs its traceback."""
     if isinstance(error, CheckpointError):
         return str(error)
+    # CommandError and the errors of typer, whose base class has moved between its versions.
     if hasattr(error, "format_message"):
         return str(error.format_message())
     raise error

@@ -1,4 +1,4 @@
-"""`zerostep convert`: a checkpoint as one file for others, or for another number of ranks."""
+"""`zerostep convert`: export a checkpoint as one file, or reshard it for another number of ranks."""
 
 from __future__ import annotations
 

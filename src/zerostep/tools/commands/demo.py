@@ -1,4 +1,4 @@
-"""`zerostep demo`: what sharding buys, on this machine, in a minute."""
+"""`zerostep demo`: memory, step time and parity of plain DDP and both sharded optimizers on this machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+
+from zerostep.tools.tables import make_table
 
 if TYPE_CHECKING:
     from zerostep.tools.demo import Demo, Progress, RankReport, RunReport
@@ -25,7 +26,7 @@ Examples:
   zerostep demo --steps 100 --device cpu
 """
 
-_LINES = 4  # how many lines tell of one run where there is no terminal
+_LINES = 4  # progress lines of one run where there is no terminal
 
 
 def demo(
@@ -37,67 +38,61 @@ def demo(
     ] = None,
 ) -> int:
     """Train a small GPT with plain DDP, the drop-in and ShardedOptimizer; compare memory, time and numbers."""
-    from zerostep.tools.demo import Demo, run_demo, verdict
+    from zerostep.tools.demo import Demo, compare_runs, run_demo
 
     console = Console()
-    asked = Demo(ranks, steps, optimizer, device)
-    asked.check()
-    where = "over NCCL, a GPU each" if asked.place == "cuda" else "over Gloo, on the CPU"
+    settings = Demo(ranks, steps, optimizer, device)
+    settings.check()
+    where = "over NCCL, a GPU each" if settings.device_type == "cuda" else "over Gloo, on the CPU"
     count = f"{ranks} ranks" if ranks > 1 else "1 rank"
     title = f"{count} {where}: a GPT on the standard library's sources, {optimizer}, {steps} steps"
     console.print(title, soft_wrap=True)
-    with _display(console, asked) as tell:
-        reports = run_demo(asked, tell)
-    passed, lines = verdict(reports)
+    with _display(console, settings) as on_progress:
+        reports = run_demo(settings, on_progress)
+    passed, lines = compare_runs(reports)
     console.print(_memory_table(reports), _cost_table(reports), sep="")
     console.print(*_notes(reports), *lines, sep="\n", soft_wrap=True)
     return 0 if passed else 1
 
 
 @contextmanager
-def _display(console: Console, asked: Demo) -> Iterator[Callable[[Progress], None]]:
-    """Bars on a terminal, a few plain lines anywhere else."""
+def _display(console: Console, settings: Demo) -> Iterator[Callable[[Progress], None]]:
+    """Yield a callback that shows progress: as bars on a terminal, as a few plain lines anywhere else."""
     if not console.is_terminal:
-        yield lambda told: _print_line(console, asked, told)
+        yield lambda progress: _print_line(console, settings, progress)
         return
     columns = (
         TextColumn("{task.description:24}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[loss]}"),
     )
     with Bars(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-        starting = bars.add_task("starting the ranks", total=None, told="")
-        known = dict[str, TaskID]()
+        starting = bars.add_task("starting the ranks", total=None, loss="")
+        tasks = dict[str, TaskID]()
 
-        def tell(told: Progress) -> None:
+        def show(progress: Progress) -> None:
             bars.update(starting, visible=False)
-            if told.run not in known:
-                known[told.run] = bars.add_task(told.run, total=asked.steps, told="")
-            bars.update(known[told.run], completed=told.steps, told=f"loss {told.loss:.3f}")
+            if progress.run not in tasks:
+                tasks[progress.run] = bars.add_task(progress.run, total=settings.steps, loss="")
+            bars.update(tasks[progress.run], completed=progress.steps, loss=f"loss {progress.loss:.3f}")
 
-        yield tell
-
-
-def _print_line(console: Console, asked: Demo, told: Progress) -> None:
-    every = max(1, asked.steps // _LINES)
-    if told.steps == asked.steps or told.steps % every < min(every, 5):
-        console.print(f"{told.run}: step {told.steps} of {asked.steps}, loss {told.loss:.3f}", soft_wrap=True)
+        yield show
 
 
-def _table(title: str, names: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
-    return table
+def _print_line(console: Console, settings: Demo, progress: Progress) -> None:
+    every = max(1, settings.steps // _LINES)
+    # Progress comes in blocks of up to 5 steps, so the steps to print are rarely hit exactly.
+    if progress.steps == settings.steps or progress.steps % every < min(every, 5):
+        text = f"{progress.run}: step {progress.steps} of {settings.steps}, loss {progress.loss:.3f}"
+        console.print(text, soft_wrap=True)
 
 
 def _memory_table(reports: Sequence[RankReport]) -> Table:
-    table = _table(
-        "memory of the fullest rank in MB, predicted / measured", ("run", "params", "gradients", "state", "total")
-    )
-    for place in range(len(reports[0].runs)):
-        run = max((report.runs[place] for report in reports), key=lambda run: run.measured.total)
+    title = "memory of the fullest rank in MB, predicted / measured"
+    table = make_table(("run", "params", "gradients", "state", "total"), left=("run",), title=title)
+    for index in range(len(reports[0].runs)):
+        run = max((report.runs[index] for report in reports), key=lambda run: run.measured.total)
         pairs = [
             (getattr(run.predicted, name), getattr(run.measured, name))
             for name in ("parameters", "gradients", "state", "total")
@@ -108,9 +103,9 @@ def _memory_table(reports: Sequence[RankReport]) -> Table:
 
 def _cost_table(reports: Sequence[RankReport]) -> Table:
     names = ("run", "step ms", "sent MB", "exposed ms", "first loss", "last loss")
-    table = _table("a step of the slowest rank", names)
-    for place in range(len(reports[0].runs)):
-        runs = [report.runs[place] for report in reports]
+    table = make_table(names, left=("run",), title="a step of the slowest rank")
+    for index in range(len(reports[0].runs)):
+        runs = [report.runs[index] for report in reports]
         table.add_row(runs[0].name, *_costs(runs))
     return table
 

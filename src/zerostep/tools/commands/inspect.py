@@ -1,4 +1,4 @@
-"""`zerostep inspect`: what is in a checkpoint, which ranks hold what, and whether it is intact."""
+"""`zerostep inspect`: what a checkpoint contains, how much each rank owned, and whether every file is intact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, verify
 from zerostep.comm.codec import dtype_name
 from zerostep.errors import CheckpointError
+from zerostep.tools.tables import make_table
 
 __all__ = ["EPILOG", "inspect"]
 
@@ -34,7 +34,7 @@ Examples:
 
 @dataclass(frozen=True)
 class FileSummary:
-    """One rank's file: what its rank owned, and what is wrong with it, if anything."""
+    """One rank's file and what the rank owned; `trouble` is the error found in it, or `None`."""
 
     name: str
     bytes: int
@@ -45,7 +45,7 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint in numbers; `state` has the bytes of each kind of state, by name and dtype."""
+    """What `--json` prints: field names are its keys. `state` has bytes by state key and dtype; empty if damaged."""
 
     path: str
     step: int
@@ -100,7 +100,7 @@ def _contents(path: Path, check: bool) -> Contents:
 
 
 def _files(path: Path, manifest: Manifest, check: bool) -> list[FileSummary]:
-    found = []
+    summaries = []
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
         for rank, record in enumerate(manifest.files):
             trouble = None
@@ -110,44 +110,43 @@ def _files(path: Path, manifest: Manifest, check: bool) -> list[FileSummary]:
                 trouble = str(error)
             fragments = list(manifest.layout.fragments(rank))
             elements = sum(fragment.part.length for fragment in fragments)
-            found.append(FileSummary(record.name, record.nbytes, elements, len(fragments), trouble))
-    return found
+            summaries.append(FileSummary(record.name, record.nbytes, elements, len(fragments), trouble))
+    return summaries
 
 
 def _state(path: Path, manifest: Manifest) -> dict[str, int]:
     sizes = Counter[str]()
     reader = Reader(path, manifest)
-    for number in reader.with_state:
-        numel = reader.spec(number).numel
-        for key, dtype in reader.per_element_keys(number).items():
+    for index in reader.with_state:
+        numel = reader.spec(index).numel
+        for key, dtype in reader.per_element_keys(index).items():
             sizes[f"{key} ({dtype_name(dtype)})"] += numel * dtype.itemsize
     return dict(sizes)
 
 
 def _print(contents: Contents, console: Console) -> None:
-    say = partial(console.print, soft_wrap=True)
-    say(f"{contents.path}: step {contents.step}, {contents.world_size} ranks, {contents.created}")
-    kinds = ", ".join(
-        f"{kind} x {count}" if count > 1 else kind for kind, count in Counter(contents.optimizers).items()
+    write = partial(console.print, soft_wrap=True)
+    write(f"{contents.path}: step {contents.step}, {contents.world_size} ranks, {contents.created}")
+    optimizers = ", ".join(
+        f"{name} x {count}" if count > 1 else name for name, count in Counter(contents.optimizers).items()
     )
     names = "by name" if contents.named else "by position"
-    say(f"{contents.parameters:,} parameters of {contents.elements:,} elements, {names}; groups: {kinds}")
+    write(f"{contents.parameters:,} parameters of {contents.elements:,} elements, {names}; groups: {optimizers}")
     weights = "not saved" if contents.model_entries is None else f"{contents.model_entries:,} entries of a state dict"
-    say(f"model: {weights}; extra: {', '.join(contents.extra) or 'nothing by name'}")
+    write(f"model: {weights}; extra: {', '.join(contents.extra) or 'nothing by name'}")
     for key, size in contents.state.items():
-        say(f"state: {key}, {_size(size)}")
+        write(f"state: {key}, {_size(size)}")
     console.print(_table(contents.files, contents.verified))
     troubles = [file.trouble for file in contents.files if file.trouble]
     for trouble in troubles:
-        say(trouble)
+        write(trouble)
     if not troubles:
-        say("intact: every file has its checksum" if contents.verified else "complete; checksums not compared")
+        write("intact: every file has its checksum" if contents.verified else "complete; checksums not compared")
 
 
 def _table(files: Sequence[FileSummary], verified: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("file", "size", "elements", "parameters", "checksum"):
-        table.add_column(name, justify="left" if name in ("file", "checksum") else "right", no_wrap=True)
+    names = ("file", "size", "elements", "parameters", "checksum")
+    table = make_table(names, left=("file", "checksum"))
     for file in files:
         state = "not compared" if not verified else "DAMAGED" if file.trouble else "right"
         table.add_row(file.name, _size(file.bytes), f"{file.elements:,}", f"{file.parameters:,}", state)

@@ -1,4 +1,4 @@
-"""`zerostep plan`: memory per rank before there are any ranks."""
+"""`zerostep plan`: predict memory per rank, bytes sent and step time of a model and an optimizer, on one machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from zerostep.tools.errors import PlanError
 
 if TYPE_CHECKING:
     from zerostep.tools.planner.comparison import Comparison
@@ -48,20 +50,20 @@ class _Gather(StrEnum):
 
 
 _Model = Annotated[str, typer.Option(help="package.module:factory, a .safetensors file or index, or gpt2, gpt2-xl, llama-7b, llama-70b.", show_default=False)]  # fmt: skip  # noqa: E501
-_Ranks = Annotated[int, typer.Option(help="How many ranks train; with --mesh that tells.")]
+_Ranks = Annotated[int, typer.Option(help="How many ranks train; --mesh overrides it.")]
 _Mesh = Annotated[str | None, typer.Option(metavar="RxS", help="R copies, each divided among S ranks.")]
 _Optimizer = Annotated[str, typer.Option(help="A class of torch.optim, or package.module:Class.")]
-_Option = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the optimizer; again for each.")]  # fmt: skip  # noqa: E501
+_Option = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the optimizer; may be repeated.")]  # fmt: skip  # noqa: E501
 _Matrix = Annotated[str | None, typer.Option(help="Another class for the matrices of numbered blocks, such as Muon.")]
 _MatrixOption = Annotated[list[str] | None, typer.Option("--matrix-option", metavar="NAME=VALUE", help="An option of that class.")]  # fmt: skip  # noqa: E501
 _Dtype = Annotated[str | None, typer.Option(help="The dtype of parameters; the model's own if not given.")]
 _MasterDtype = Annotated[str | None, typer.Option(help="Keep masters in this dtype.")]
 _ReduceDtype = Annotated[str | None, typer.Option(help="Sum gradients in this dtype.")]
-_Cut = Annotated[_Partition, typer.Option(help="What ShardedOptimizer may cut.")]
+_Cut = Annotated[_Partition, typer.Option(help="What ShardedOptimizer may divide among ranks.")]
 _Sharding = Annotated[bool, typer.Option(help="Off: show ShardedOptimizer in DDP too, which keeps whole gradients.")]
 _Views = Annotated[bool, typer.Option("--bucket-view", help="DDP has gradient_as_bucket_view=True.")]
 _BucketMb = Annotated[float | None, typer.Option(help="The size of ShardedOptimizer's buckets in MiB.")]
-_Place = Annotated[_Device, typer.Option(help="Where parameters lie.")]
+_Place = Annotated[_Device, typer.Option(help="The device of the parameters.")]
 _When = Annotated[_Gather, typer.Option(help="Where new parameters are waited for, in the forecast.")]
 _Bandwidth = Annotated[float | None, typer.Option(help="GB/s that a rank sends: forecast the step time.")]
 _Latency = Annotated[float, typer.Option(help="Microseconds that each message costs beside its bytes.")]
@@ -107,7 +109,7 @@ def plan(  # noqa: PLR0913
     from zerostep.tools.planner.recipe import Recipe, dtype_named
     from zerostep.tools.planner.sources import load
 
-    count, shards = _ranks(ranks, mesh)
+    count, shards = _ranks_and_shards(ranks, mesh)
     settings = _settings(partition, gather, master_dtype, reduce_dtype, bucket_mb)
     matrices = _rule(matrix_optimizer, matrix_option, "matrix-") if matrix_optimizer else None
     request = Request(
@@ -120,19 +122,17 @@ def plan(  # noqa: PLR0913
         not shard_gradients,
         bucket_view,
     )
-    wanted = _forecast_inputs(bandwidth, latency, error, flops, tokens)
+    forecast_inputs = _forecast_inputs(bandwidth, latency, error, flops, tokens)
     if plot is not None:
         check_path(plot)
-    found = compare(request)
-    _show(found, wanted, as_json)
+    comparison = compare(request)
+    _show(comparison, forecast_inputs, as_json)
     if plot is not None:
-        _draw(found, plot)
+        _draw(comparison, plot)
     return 0
 
 
-def _ranks(ranks: int, mesh: str | None) -> tuple[int, int]:
-    from zerostep.tools.planner.errors import PlanError
-
+def _ranks_and_shards(ranks: int, mesh: str | None) -> tuple[int, int]:
     if mesh is None:
         return ranks, ranks
     replicas, sign, shards = mesh.lower().partition("x")
@@ -163,7 +163,6 @@ def _rule(name: str, options: list[str] | None, prefix: str = "") -> Any:
 
 
 def _forecast_inputs(bandwidth: float | None, latency: float, error: float, flops: float | None, tokens: int) -> Any:
-    from zerostep.tools.planner.errors import PlanError
     from zerostep.tools.planner.forecast import Compute, Network
 
     if bandwidth is None and flops is None:
@@ -181,23 +180,22 @@ def _forecast_inputs(bandwidth: float | None, latency: float, error: float, flop
     return Compute(flops, tokens), Network(bandwidth * 1e9, latency * 1e-6, error / 100)
 
 
-def _show(found: Comparison, wanted: Any, as_json: bool) -> None:
+def _show(comparison: Comparison, forecast_inputs: Any, as_json: bool) -> None:
     from zerostep.tools.planner import report
 
-    times: Forecast | None = None if wanted is None else report.forecast(found, *wanted)
+    times: Forecast | None = None if forecast_inputs is None else report.forecast(comparison, *forecast_inputs)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_json(found, times), indent=2) + "\n")
+        sys.stdout.write(json.dumps(report.as_json(comparison, times), indent=2) + "\n")
         return
     plain = not Console().is_terminal
-    console = Console(width=max(_WIDE, Console().width))  # a long line is better than one that is cut
-    console.print(report.as_text(found, times, plain), soft_wrap=True, highlight=False)
+    console = Console(width=max(_WIDE, Console().width))  # better a long line than one that rich cuts
+    console.print(report.as_text(comparison, times, plain), soft_wrap=True, highlight=False)
 
 
-def _draw(found: Comparison, path: Path) -> None:
-    from zerostep.tools.planner.errors import PlanError
+def _draw(comparison: Comparison, path: Path) -> None:
     from zerostep.tools.planner.picture import draw
 
     try:
-        draw(found, path)
+        draw(comparison, path)
     except ModuleNotFoundError as missing:
         raise PlanError(f"--plot needs {missing.name}: pip install 'zerostep[cli]'") from missing

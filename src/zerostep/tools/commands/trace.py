@@ -1,4 +1,4 @@
-"""`zerostep trace`: one step of a training script as a picture."""
+"""`zerostep trace`: draw one step of a training script, or of profiles that torch.profiler wrote."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from zerostep.tools.tracing.events import RankTrace, TraceError, in_order, read
+from zerostep.tools.errors import TraceError
+from zerostep.tools.tables import make_table
+from zerostep.tools.tracing.events import RankTrace, read, sort_by_rank
 from zerostep.tools.tracing.intervals import total
-from zerostep.tools.tracing.step import StepView, common_step, view
+from zerostep.tools.tracing.step import StepView, common_step, view_step
 
 __all__ = ["CONTEXT", "EPILOG", "trace"]
 
@@ -53,7 +54,7 @@ def trace(
             "--read", help="Run nothing: read a trace of torch.profiler, one for each rank.", show_default=False
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds until the step must be there.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds within which the step must be reached.")] = 600.0,
 ) -> int:
     """Draw one training step: compute, reduce, update, gather of each bucket and rank, and what was waited for.
 
@@ -64,9 +65,9 @@ def trace(
     pictures = out or ([Path("trace.svg")] if chrome is None else [])
     check_paths(pictures)
     console = Console()
-    traces = _collected(console, script, arguments or [], reads or [], ranks, step, timeout)
+    traces = _read_or_collect(console, script, arguments or [], reads or [], ranks, step, timeout)
     number = common_step(traces, step)
-    views = [view(trace, number) for trace in traces]
+    views = [view_step(trace, number) for trace in traces]
     draw(views, number, script.name if script is not None else "profile", pictures)
     if chrome is not None:
         _write_chrome(chrome, traces, views)
@@ -75,7 +76,7 @@ def trace(
     return 0
 
 
-def _collected(
+def _read_or_collect(
     console: Console,
     script: Path | None,
     arguments: Sequence[str],
@@ -87,7 +88,7 @@ def _collected(
     if (script is None) == (not reads):
         raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
     if script is None:
-        return in_order([read(path, place) for place, path in enumerate(reads)])
+        return sort_by_rank([read(path, index) for index, path in enumerate(reads)])
     from zerostep.tools.tracing.collect import TraceJob, collect
 
     number = _STEP if step is None else step
@@ -106,15 +107,11 @@ def _write_chrome(path: Path, traces: Sequence[RankTrace], views: Sequence[StepV
 
 def _table(views: Sequence[StepView]) -> Table:
     phases = sorted({phase for view in views for phase in view.exposed})
-    table = Table(
-        box=SIMPLE_HEAD, title="milliseconds; exposed in all, and by phase", title_justify="left", pad_edge=False
-    )
     names = ["rank", "step", "forward", "backward", "update", "exposed", *phases]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for found in views:
-        hosted = [total(found.host[kind]) / 1e3 for kind in ("forward", "backward", "update")]
-        waited = [total(found.exposed.get(phase, [])) / 1e3 for phase in phases]
-        numbers = [found.window.length / 1e3, *hosted, found.exposed_ms, *waited]
-        table.add_row(str(found.rank), *(f"{number:.2f}" for number in numbers))
+    table = make_table(names, title="milliseconds; exposed in all, and by phase")
+    for view in views:
+        activities = [total(view.host[activity]) / 1e3 for activity in ("forward", "backward", "update")]
+        waits = [total(view.exposed.get(phase, [])) / 1e3 for phase in phases]
+        milliseconds = [view.window.length / 1e3, *activities, view.exposed_ms, *waits]
+        table.add_row(str(view.rank), *(f"{value:.2f}" for value in milliseconds))
     return table

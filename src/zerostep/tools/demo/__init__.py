@@ -1,30 +1,32 @@
-"""Plain DDP, the drop-in and `ShardedOptimizer` side by side: local ranks, one seed, the same data, real text.
+"""Train one model with plain DDP, the drop-in and `ShardedOptimizer` on local ranks, and compare cost and result.
+
+Seed and data are the same for all. Its model, launcher and comparison of parameters serve benchmarks and examples too.
+It imports the public optimizers, `plan` and `tools.planner`. Read `training` first.
 
 ============ ==================================================================================================
-`model`      a small GPT, and the text it reads
-`launch`     jobs on local ranks
-`choices`    the optimizers to choose from, and what the planner predicts of their memory
-`runs`       one way of training: steps, and what they cost
-`training`   all ways, block by block in turn
-`report`     what comes of it
+`model`      a small GPT, and its training text
+`launch`     run a function on local ranks
+`choices`    the optimizers to choose from, and their memory as the planner predicts it
+`runs`       one way of training: its steps, and what they cost
+`training`   all ways in turn, a block of steps at a time
+`report`     the results
 ============ ==================================================================================================
 """
 
-from zerostep.tools.demo.launch import DemoError, run_ranks
+from zerostep.tools.demo.launch import run_ranks
 from zerostep.tools.demo.model import GPT, GPTShape
-from zerostep.tools.demo.report import RankReport, RunReport, largest_difference, verdict
+from zerostep.tools.demo.report import RankReport, RunReport, compare_runs, largest_difference
 from zerostep.tools.demo.training import Demo, Progress, run_demo
 
 __all__ = [
     "GPT",
     "Demo",
-    "DemoError",
     "GPTShape",
     "Progress",
     "RankReport",
     "RunReport",
+    "compare_runs",
     "largest_difference",
     "run_demo",
     "run_ranks",
-    "verdict",
 ]

@@ -1,4 +1,4 @@
-"""The optimizers to choose from, each with one rule for matrices of the blocks and one for the rest, or one for all."""
+"""The optimizers of the demo, each with its options; and their memory as the planner predicts it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.tools.planner.memory import Memory, TrainingJob, replicated, sharded, whole_parameters
+from zerostep.tools.planner.recipe import split_matrices
 
-__all__ = ["CHOICES", "SETTINGS", "Choice", "ClassParams", "parts", "predicted"]
+__all__ = ["CHOICES", "SETTINGS", "Choice", "ClassParams", "groups", "parts", "predicted"]
 
 SETTINGS = Settings(gather="forward")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer class with its options; another one may have the matrices."""
+    """An optimizer class with its options, and possibly another one for the matrices of the blocks."""
 
     common: type[Optimizer]
     options: Mapping[str, Any]
@@ -29,11 +30,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class ClassParams:
-    """Parameters that one class trains."""
+    """The named parameters that one optimizer class trains, and its options."""
 
-    kind: type[Optimizer]
+    optimizer_class: type[Optimizer]
     options: Mapping[str, Any]
-    named: Sequence[tuple[str, Tensor]]
+    named: Sequence[tuple[str, nn.Parameter]]
 
 
 CHOICES: Mapping[str, Choice] = {
@@ -45,45 +46,40 @@ CHOICES: Mapping[str, Choice] = {
 
 
 def parts(choice: Choice, model: nn.Module) -> list[ClassParams]:
-    """Who trains what; matrices first."""
+    """Return the parameters of a model by optimizer class; matrices first."""
     named = list(model.named_parameters())
     if choice.matrices is None:
         return [ClassParams(choice.common, choice.options, named)]
-    inside = [(name, param) for name, param in named if _is_hidden_matrix(name, param)]
-    rest = [(name, param) for name, param in named if not _is_hidden_matrix(name, param)]
+    matrices, rest = split_matrices(named)
     return [
-        ClassParams(choice.matrices, choice.matrix_options or {}, inside),
+        ClassParams(choice.matrices, choice.matrix_options or {}, matrices),
         ClassParams(choice.common, choice.options, rest),
     ]
 
 
 def groups(choice: Choice, model: nn.Module) -> list[dict[str, Any]]:
-    """The same as parameter groups of one `ShardedOptimizer`."""
+    """Return the parts as parameter groups for one `ShardedOptimizer`."""
     return [
         {"params": list(part.named)}
-        if part.kind is choice.common
-        else {"params": list(part.named), "optimizer_class": part.kind, **part.options}
+        if part.optimizer_class is choice.common
+        else {"params": list(part.named), "optimizer_class": part.optimizer_class, **part.options}
         for part in parts(choice, model)
     ]
 
 
 def predicted(choice: Choice, model: nn.Module, ranks: int, on_host: bool) -> list[list[Memory]]:
-    """What the planner says of plain DDP, the drop-in and `ShardedOptimizer`, for each rank."""
+    """Return the planned memory of each rank: of plain DDP, the drop-in and `ShardedOptimizer`."""
     positions = model_positions(model.parameters())
     planner = LayoutPlanner(choice.common, choice.options, SETTINGS, positions)
-    complete = [planner.complete(group) for group in groups(choice, model)]
+    complete_groups = [planner.complete(group) for group in groups(choice, model)]
     job = TrainingJob(
         planner,
-        complete,
+        complete_groups,
         names=[name for name, _ in model.named_parameters()],
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         on_host=on_host,
         gradients_are_views=True,
     )
-    plain, dropped_in = replicated(job), whole_parameters(job, ranks)
-    cut = sharded(job, planner.plan(complete, ranks))
-    return [[plain.memory(0), dropped_in.memory(rank), cut.memory(rank)] for rank in range(ranks)]
-
-
-def _is_hidden_matrix(name: str, param: Tensor) -> bool:
-    return name.startswith("blocks.") and param.dim() == 2
+    plain, drop_in = replicated(job), whole_parameters(job, ranks)
+    divided = sharded(job, planner.plan(complete_groups, ranks))
+    return [[plain.memory(0), drop_in.memory(rank), divided.memory(rank)] for rank in range(ranks)]

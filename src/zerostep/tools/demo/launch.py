@@ -1,4 +1,4 @@
-"""Jobs on local ranks: over Gloo, or over NCCL with a GPU for each."""
+"""Run a function on local ranks: over Gloo, or over NCCL with a GPU for each rank."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-__all__ = ["DemoError", "run_ranks"]
+from zerostep.tools.errors import DemoError
+
+__all__ = ["run_ranks"]
 
 _TIMEOUT = timedelta(minutes=2)
-_GLANCE = 0.1  # seconds between two looks at what a job tells
-
-
-class DemoError(RuntimeError):
-    """The demonstration cannot run; the message is one line for the user."""
-
-    def format_message(self) -> str:
-        """The one line, for a command line."""
-        return str(self)
+_POLL_SECONDS = 0.1
 
 
 def run_ranks(
@@ -36,14 +30,15 @@ def run_ranks(
     device: str = "cpu",
     watch: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Run ``job(*arguments)`` on local ranks of one thread each; return what each returned, passed on as JSON.
+    """Run ``job(*arguments)`` on local ranks of one thread each; return each rank's result, which travels as JSON.
 
-    On ``"cuda"`` every rank has the GPU of its number. ``watch`` is called now and then while they run.
+    On ``"cuda"`` rank r uses GPU r. ``watch`` is called in this process about ten times a second while they run.
+    Raises `DemoError` if a rank fails; the others are stopped.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            running = spawn(_rank_main, (job, ranks, folder, device, arguments), nprocs=ranks, join=False)
-            while not running.join(_GLANCE):
+            context = spawn(_rank_main, (job, ranks, folder, device, arguments), nprocs=ranks, join=False)
+            while not context.join(_POLL_SECONDS):
                 if watch is not None:
                     watch()
         except (ProcessRaisedException, ProcessExitedException) as error:
@@ -56,14 +51,14 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    meeting, gpu = Path(folder, "store").as_uri(), None
+    store, gpu = Path(folder, "store").as_uri(), None
     if device == "cuda":
         gpu = torch.device("cuda", rank)
         torch.cuda.set_device(gpu)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # or two runs of one way would differ
+        torch.use_deterministic_algorithms(True)  # or equal runs would differ in their last bits
     backend = "nccl" if gpu else "gloo"
-    dist.init_process_group(backend, meeting, timeout=_TIMEOUT, world_size=ranks, rank=rank, device_id=gpu)
+    dist.init_process_group(backend, store, timeout=_TIMEOUT, world_size=ranks, rank=rank, device_id=gpu)
     try:
         Path(folder, f"{rank}.json").write_text(json.dumps(job(*arguments)))
     finally:

@@ -1,4 +1,4 @@
-"""A byte-level GPT, and text that needs no download: the sources of Python's standard library."""
+"""A byte-level GPT, and training text that needs no download: the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerostep.tools.demo.launch import DemoError
+from zerostep.tools.errors import DemoError
 
 __all__ = ["GPT", "GPTShape", "text", "windows"]
 
@@ -56,15 +56,15 @@ def _block(shape: GPTShape) -> nn.Module:
 
 
 def text() -> Tensor:
-    """A megabyte of source text, as bytes."""
+    """Return a megabyte of source text, as bytes."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    found = b"".join(source.read_bytes() for source in sources)[:_TEXT_BYTES]
-    if len(found) <= GPTShape().context:
+    data = b"".join(source.read_bytes() for source in sources)[:_TEXT_BYTES]
+    if len(data) <= GPTShape().context:
         raise DemoError("the sources of the Python standard library, the demo's text, are not installed: install them")
-    return torch.frombuffer(bytearray(found), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def windows(source: Tensor, count: int, length: int, random: torch.Generator) -> Tensor:
-    """Pieces of the text from random places."""
+    """Return `count` windows of `length` bytes from random places of the text."""
     starts = torch.randint(len(source) - length + 1, (count, 1), generator=random)
     return source[starts + torch.arange(length)].long()

@@ -1,4 +1,4 @@
-"""What a demonstration has found."""
+"""The results of a demo: cost of each run on each rank, and whether the runs ended with equal parameters."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT_WORLD", "RankReport", "RunReport", "Sizes", "largest_difference", "verdict"]
+__all__ = ["EXACT_WORLD", "RankReport", "RunReport", "Sizes", "compare_runs", "largest_difference"]
 
-EXACT_WORLD = 2  # up to here a sum of gradients has only one order, so anything but equality is an error
-_CLOSE = 1e-3  # beyond, what differs is not the order of a sum
+EXACT_WORLD = 2  # up to so many ranks, a sum of gradients has one order only, so parameters must be bit-equal
+_TOLERANCE = 1e-3  # on more ranks; the order of sums makes no larger difference
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes on one rank; gradients as they are at the end of backward, with what is under way."""
+    """Bytes on one rank; gradients at the end of backward, with the buffers of buckets under way."""
 
     parameters: int
     gradients: int
@@ -25,17 +25,17 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all."""
         return self.parameters + self.gradients + self.state
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """What one way of training cost on one rank, and where its loss went.
+    """Cost and losses of one run on one rank.
 
-    `wire_bytes` are those this rank sends in a step, `counted` or else computed. `exposed_ms` is the time of a step in
-    which it waited for others; `None` where the host does not wait. `difference` is the largest between its final
-    parameters and those of plain DDP, 0.0 if bit-equal.
+    `wire_bytes` are those that the rank sends in a step: measured if `counted`, else computed. `exposed_ms` is the time
+    per step in which the host waited for other ranks; `None` on GPUs, where it does not wait. `difference` is the
+    largest between the run's final parameters and those of plain DDP, 0.0 if bit-equal.
     """
 
     name: str
@@ -52,22 +52,25 @@ class RunReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """All runs of one rank; the first is plain DDP."""
+    """All runs on one rank; the first is plain DDP."""
 
     runs: Sequence[RunReport]
 
 
-def verdict(reports: Sequence[RankReport]) -> tuple[bool, list[str]]:
-    """Return whether the runs agree as far as this number of ranks promises it, and a line for each that says so."""
+def compare_runs(reports: Sequence[RankReport]) -> tuple[bool, list[str]]:
+    """Return whether all runs ended with the parameters of plain DDP, and a line to print for each.
+
+    On more than `EXACT_WORLD` ranks, small differences pass.
+    """
     passed, lines = True, list[str]()
-    for place, run in enumerate(reports[0].runs[1:], start=1):
-        difference = max(report.runs[place].difference for report in reports)
+    for index, run in enumerate(reports[0].runs[1:], start=1):
+        difference = max(report.runs[index].difference for report in reports)
         subject = f"{run.name}: parameters after the last step"
         if difference == 0:
             lines.append(f"{subject} bit-equal to plain DDP's on every rank")
         else:
             lines.append(f"{subject} NOT bit-equal to plain DDP's, largest difference {difference:.3g}")
-            passed = passed and len(reports) > EXACT_WORLD and difference < _CLOSE
+            passed = passed and len(reports) > EXACT_WORLD and difference < _TOLERANCE
     return passed, lines
 
 

@@ -1,4 +1,4 @@
-"""Three ways of training one model, and what each costs."""
+"""The ways of training that the demo compares, each with its memory, bytes sent and waiting time."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.tools.demo.choices import SETTINGS, Choice, groups, parts
+from zerostep.tools.demo.choices import SETTINGS, Choice, ClassParams, groups, parts
 from zerostep.tools.demo.report import Sizes
 
-__all__ = ["DdpRun", "Run", "ShardedRun"]
+__all__ = ["DdpRun", "Run", "ShardedRun", "synchronise"]
 
 
 class Run(Protocol):
-    """A model and what trains it."""
+    """A model with its optimizers; `counted` says whether `wire_bytes` is measured."""
 
     name: str
     model: nn.Module
     counted: bool
 
     def step(self, window: Tensor) -> Tensor:
-        """One training step; the loss."""
+        """Make one training step and return the loss."""
 
     def settle(self) -> None:
-        """Return when nothing of the last step is under way."""
+        """Wait until no message of the last step is under way."""
 
     def waited(self) -> float:
-        """The seconds for which this rank has waited for others so far."""
+        """Return the seconds that this rank has waited for others so far."""
 
     def sizes(self) -> Sizes:
-        """Bytes on this rank; gradients as at the end of the last backward pass."""
+        """Return the bytes on this rank; gradients as at the end of a backward pass."""
 
     def wire_bytes(self, steps: int) -> int:
-        """The bytes this rank sends in a step."""
+        """Return the bytes that this rank sends per step, after `steps` steps."""
 
 
 class DdpRun:
-    """DDP with plain optimizers, or with the drop-in."""
+    """DDP with plain optimizers or, `sharded`, with the drop-in."""
 
     def __init__(self, model: nn.Module, choice: Choice, sharded: bool) -> None:
         self.name = "drop-in" if sharded else "plain DDP"
         self.counted = False
-        # Gradients in DDP's own buckets, so that they are in memory once.
+        # Gradients are views of DDP's buckets, so that they are in memory once.
         self.model: nn.Module = DDP(model, gradient_as_bucket_view=True)
         self._optimizers = [_optimizer(part, sharded) for part in parts(choice, model)]
-        self._last_gradient = self._updated = self._waited = 0.0
+        self._last_gradient = self._update_seconds = self._waited = 0.0
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(self._note_gradient)
         for optimizer in self._inners:
@@ -59,47 +59,51 @@ class DdpRun:
             optimizer.register_step_post_hook(self._end_update)
 
     def step(self, window: Tensor) -> Tensor:
-        """One training step; waits are what comes after the last gradient, and all but the update of a step."""
+        """Make one training step.
+
+        Waiting is the time from the last gradient to the end of backward and, of the drop-in's step, all but updates.
+        """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         loss: Tensor = self.model(window)
         loss.backward()
-        back = time.perf_counter()
-        self._updated = 0.0
+        backward_end = time.perf_counter()
+        self._update_seconds = 0.0
         for optimizer in self._optimizers:
             optimizer.step()
-        self._waited += back - self._last_gradient
+        self._waited += backward_end - self._last_gradient
         if self._optimizers != self._inners:
-            self._waited += time.perf_counter() - back - self._updated
+            self._waited += time.perf_counter() - backward_end - self._update_seconds
         return loss
 
     @property
     def _inners(self) -> list[Optimizer]:
         return [o.optim if isinstance(o, ZeroRedundancyOptimizer) else o for o in self._optimizers]
 
+    # Autograd's threads call this on GPUs; only the time of the last call matters.
     def _note_gradient(self, _: Tensor) -> None:
         self._last_gradient = time.perf_counter()
 
     def _begin_update(self, *_: Any) -> None:
-        self._updated -= time.perf_counter()
+        self._update_seconds -= time.perf_counter()
 
     def _end_update(self, *_: Any) -> None:
-        self._updated += time.perf_counter()
+        self._update_seconds += time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing is under way after a step."""
+        """Nothing to wait for: DDP and the drop-in end a step with nothing under way."""
 
     def waited(self) -> float:
-        """Seconds so far."""
+        """Return the seconds waited so far."""
         return self._waited
 
     def sizes(self) -> Sizes:
-        """Gradients stay until they are dropped."""
+        """Return the bytes on this rank; gradients stay until the next step drops them."""
         params = list(self.model.parameters())
         return Sizes(_memory(params), _memory(p.grad for p in params), _state_bytes(self._inners))
 
     def wire_bytes(self, steps: int) -> int:
-        """A ring's share of an all-reduce of all gradients; and what this rank owns, to all others."""
+        """Compute the bytes of a ring all-reduce of gradients and, with the drop-in, of sending owned parameters."""
         world, params = dist.get_world_size(), list(self.model.parameters())
         reduced = 2 * (world - 1) * sum(param.nbytes for param in params) // world
         owned = sum(p.nbytes for o in self._inners for group in o.param_groups for p in group["params"])
@@ -144,9 +148,13 @@ class ShardedRun:
         return (self._optimizer.stats().bytes_sent - self._sent_before) // steps
 
 
-def _optimizer(part: Any, sharded: bool) -> Optimizer:
+def _optimizer(part: ClassParams, sharded: bool) -> Optimizer:
     params = [param for _, param in part.named]
-    return ZeroRedundancyOptimizer(params, part.kind, **part.options) if sharded else part.kind(params, **part.options)
+    return (
+        ZeroRedundancyOptimizer(params, part.optimizer_class, **part.options)
+        if sharded
+        else part.optimizer_class(params, **part.options)
+    )
 
 
 def _state_bytes(optimizers: Sequence[Optimizer]) -> int:
@@ -155,12 +163,12 @@ def _state_bytes(optimizers: Sequence[Optimizer]) -> int:
 
 
 def _memory(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of memory, each once, whoever shares it."""
+    """Return the bytes of the tensors' storages; a shared storage counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the accelerator, so that a clock tells the truth."""
+    """Wait for the accelerator, so that the host's clock measures its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,8 @@
-"""All ways of training in turn: a few steps of each, with nothing of one under way while another is timed."""
+"""Train all ways in turn, a block of steps of each, and report what each rank measured.
+
+Blocks alternate so that a change in the machine's load affects all ways alike; nothing of one way is under way while
+another is timed.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerostep.tools.demo.choices import CHOICES, predicted
-from zerostep.tools.demo.launch import DemoError, run_ranks
+from zerostep.tools.demo.launch import run_ranks
 from zerostep.tools.demo.model import GPT, GPTShape, text, windows
 from zerostep.tools.demo.report import RankReport, RunReport, Sizes, largest_difference
 from zerostep.tools.demo.runs import DdpRun, Run, ShardedRun, synchronise
+from zerostep.tools.errors import DemoError
 
 __all__ = ["DEVICES", "Demo", "Progress", "run_demo"]
 
 SEED = 1234
 BATCH = 8
-BLOCK = 5
+BLOCK = 5  # steps
 MAX_RANKS = 64
 DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What to train, and where; `device` is `None` to take GPUs if there is one for every rank."""
+    """What to train, and where; without a `device`, on GPUs if there is one for every rank."""
 
     ranks: int = 2
     steps: int = 30
@@ -40,7 +45,7 @@ class Demo:
     device: str | None = None
 
     def check(self) -> None:
-        """`DemoError` for what cannot work."""
+        """Raise `DemoError` for values that cannot work."""
         if not 1 <= self.ranks <= MAX_RANKS:
             raise DemoError(f"--ranks must be between 1 and {MAX_RANKS}, not {self.ranks}")
         if self.steps < 1:
@@ -56,44 +61,47 @@ class Demo:
             )
 
     @property
-    def place(self) -> str:
-        """Where it runs."""
+    def device_type(self) -> str:
+        """The device that it runs on, cpu or cuda."""
         return self.device or ("cuda" if torch.cuda.device_count() >= self.ranks else "cpu")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far rank 0 is: steps of one run, with its last loss."""
+    """The steps that rank 0 has made of one run, and its last loss."""
 
     run: str
     steps: int
     loss: float
 
 
-def run_demo(demo: Demo, tell: Callable[[Progress], None] | None = None) -> list[RankReport]:
-    """Train all ways on local processes; `tell` hears of progress."""
+def run_demo(demo: Demo, on_progress: Callable[[Progress], None] | None = None) -> list[RankReport]:
+    """Train all ways on local processes and return each rank's report; `on_progress` is called in this process."""
     demo.check()
     with tempfile.TemporaryDirectory() as folder:
-        told = _Told(Path(folder, "progress"), tell)
-        found = run_ranks(_train, demo.ranks, asdict(demo), str(told.path), device=demo.place, watch=told.look)
-        told.look()
-    return [RankReport([_run_report(run) for run in runs]) for runs in found]
+        reader = _ProgressReader(Path(folder, "progress"), on_progress)
+        results = run_ranks(
+            _train, demo.ranks, asdict(demo), str(reader.path), device=demo.device_type, watch=reader.poll
+        )
+        reader.poll()
+    return [RankReport([_run_report(run) for run in runs]) for runs in results]
 
 
-class _Told:
-    """Progress by way of a file to which rank 0 adds lines."""
+class _ProgressReader:
+    """Reads progress from a file to which rank 0 appends lines."""
 
-    def __init__(self, path: Path, tell: Callable[[Progress], None] | None) -> None:
-        self.path, self._tell, self._seen = path, tell, 0
+    def __init__(self, path: Path, on_progress: Callable[[Progress], None] | None) -> None:
+        self.path, self._on_progress, self._lines_read = path, on_progress, 0
 
-    def look(self) -> None:
-        """Pass on what is new."""
-        if self._tell is None or not self.path.exists():
+    def poll(self) -> None:
+        """Report the lines that are new."""
+        if self._on_progress is None or not self.path.exists():
             return
+        # The last element is empty, or a line that rank 0 has written in part: it is left for the next poll.
         *lines, _ = self.path.read_text().split("\n")
-        for line in lines[self._seen :]:
-            self._tell(Progress(**json.loads(line)))
-        self._seen = len(lines)
+        for line in lines[self._lines_read :]:
+            self._on_progress(Progress(**json.loads(line)))
+        self._lines_read = len(lines)
 
 
 def _run_report(data: dict[str, Any]) -> RunReport:
@@ -111,10 +119,10 @@ class _RunLog:
     waited: list[float] = field(default_factory=list)
 
 
-def _train(asked: dict[str, Any], progress: str) -> list[dict[str, Any]]:
-    demo = Demo(**asked)
+def _train(demo_fields: dict[str, Any], progress_path: str) -> list[dict[str, Any]]:
+    demo = Demo(**demo_fields)
     choice, shape = CHOICES[demo.optimizer], GPTShape()
-    device = torch.device(demo.place, dist.get_rank()) if demo.place == "cuda" else torch.device("cpu")
+    device = torch.device(demo.device_type, dist.get_rank()) if demo.device_type == "cuda" else torch.device("cpu")
     plans = predicted(choice, _model(shape, device), demo.ranks, device.type == "cpu")[dist.get_rank()]
     models = [_model(shape, device) for _ in range(3)]
     runs: list[Run] = [
@@ -129,7 +137,7 @@ def _train(asked: dict[str, Any], progress: str) -> list[dict[str, Any]]:
         block = [windows(source, BATCH, shape.context + 1, random).to(device) for _ in range(count)]
         for log in logs:
             _train_block(log, block, device)
-            _tell(progress, log)
+            _write_progress(progress_path, log)
     plain = list(models[0].parameters())
     differences = [largest_difference(plain, model.parameters()) for model in models]
     sizes = [Sizes(plan.parameters, plan.gradients + plan.scratch_at_end, plan.state) for plan in plans]
@@ -143,7 +151,7 @@ def _model(shape: GPTShape, device: torch.device) -> GPT:
 
 def _train_block(log: _RunLog, block: Sequence[Tensor], device: torch.device) -> None:
     synchronise(device)
-    dist.barrier()
+    dist.barrier()  # or the first step would also wait for ranks that are still at the block before
     waited, start = log.run.waited(), time.perf_counter()
     losses = [log.run.step(window).detach() for window in block]
     log.run.settle()
@@ -153,14 +161,14 @@ def _train_block(log: _RunLog, block: Sequence[Tensor], device: torch.device) ->
     log.losses += [loss.item() for loss in losses]
 
 
-def _tell(path: str, log: _RunLog) -> None:
+def _write_progress(path: str, log: _RunLog) -> None:
     if dist.get_rank() == 0:
         with Path(path).open("a") as lines:
             lines.write(json.dumps(asdict(Progress(log.run.name, len(log.losses), log.losses[-1]))) + "\n")
 
 
 def _report(log: _RunLog, sizes: Sizes, difference: float, steps: int, device: torch.device) -> dict[str, Any]:
-    # The first block warms up.
+    # The first block is the warm-up; it counts only where it is the only one.
     seconds, waited = (values[1:] or values for values in (log.step_seconds, log.waited))
     report = RunReport(
         name=log.run.name,

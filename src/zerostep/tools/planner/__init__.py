@@ -1,14 +1,17 @@
-"""Memory per rank, bytes on the wire and step time, before there are any ranks: from shapes and an optimizer alone.
+"""Predict memory per rank, bytes sent and step time from a model's shapes and its optimizer, without any ranks.
+
+The optimizer classes and the layout are the real ones, run on meta tensors. It imports `plan`, and `step` for the
+constants of the reduction. Read `comparison` first.
 
 =============== ==============================================================================================
-`sources`       parameters without memory: of a model factory, a safetensors file or index, a named shape
-`shapes`        the named shapes
-`recipe`        the optimizer classes and their options, as groups
-`state`         the bytes of state of any class, from real steps on tensors without memory
-`backward`      what gradients take while backward runs
+`sources`       parameters on the meta device: of a model factory, a safetensors file or index, a named shape
+`shapes`        the parameters of the named models
+`recipe`        optimizer classes and their options, as parameter groups
+`state`         the bytes of state of any optimizer class, from real steps on meta tensors
+`backward`      the memory of gradients while backward runs
 `memory`        the bytes of one rank under each strategy
 `comparison`    all strategies side by side
-`forecast`      how long a step takes: a ring with two constants
+`forecast`      the time of a step: rings with a latency and a bandwidth
 `report`        tables and JSON
 `picture`       stacked bars
 =============== ==============================================================================================

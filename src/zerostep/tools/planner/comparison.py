@@ -1,4 +1,4 @@
-"""All strategies side by side: the memory of the largest and the smallest rank, and the bytes on the wire."""
+"""Compare all strategies: memory of the largest and the smallest rank, and bytes sent in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
-from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.forecast import Strategy, Traffic, wire_bytes
 from zerostep.tools.planner.memory import (
     Memory,
@@ -34,10 +34,10 @@ _DDP_BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: a model, how it is trained, and on how many ranks.
+    """What to plan: a model, its optimizers, and the number of ranks.
 
-    `shards` ranks divide one copy of what is sharded; the others hold further copies. With `in_ddp`, the module of
-    `ShardedOptimizer` is wrapped in DDP, which keeps whole gradients.
+    `shards` ranks divide one copy of what is sharded; the other ranks hold further copies. With `in_ddp`,
+    `ShardedOptimizer` over a DDP module is compared too, which keeps whole gradients.
     """
 
     source: Source
@@ -50,7 +50,7 @@ class Request:
     gradients_are_views: bool = False
 
     def check(self) -> None:
-        """`PlanError` for what cannot be planned."""
+        """Raise `PlanError` for what cannot be planned."""
         if self.ranks < 1:
             raise PlanError(f"--ranks must be at least 1, not {self.ranks}")
         if not self.source.trained_elements:
@@ -64,13 +64,16 @@ class Request:
 
     @property
     def on_host(self) -> bool:
-        """Whether parameters lie in host memory."""
+        """Whether parameters are in host memory."""
         return self.device == "cpu"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy: its largest and smallest rank, the largest rank's state against the mean, bytes sent in a step."""
+    """One strategy: memory of its largest and smallest rank, and the bytes a rank sends in a step (`wire`).
+
+    `imbalance` is the largest rank's state and masters, divided by the mean of all ranks.
+    """
 
     strategy: Strategy
     largest: Memory
@@ -81,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answer: a row for each strategy, and what a forecast needs."""
+    """The result: a row for each strategy, and the traffic from which a forecast is made."""
 
     request: Request
     rows: tuple[Row, ...]
@@ -90,23 +93,24 @@ class Comparison:
 
     @cached_property
     def plain(self) -> Row:
-        """Plain DDP, which all others are measured by."""
+        """The row of plain DDP, the baseline."""
         return next(row for row in self.rows if row.strategy is Strategy.DDP)
 
 
 def compare(request: Request) -> Comparison:
-    """Plan every strategy for one request."""
+    """Plan every strategy; raise `PlanError` if that cannot be done."""
     request.check()
     job, layout = _prepare(request)
     traffic = _traffic(request, layout)
-    rows = [_row(strategy, shares, traffic, request) for strategy, shares in _shares(request, job, layout, traffic)]
+    strategies = _rank_bytes(request, job, layout, traffic)
+    rows = [_row(strategy, rank_bytes, traffic, request) for strategy, rank_bytes in strategies]
     return Comparison(request, tuple(rows), traffic, len(layout.buckets))
 
 
 def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
-    """Every strategy with the memory of every rank."""
+    """Return the bytes of every rank, by strategy; `request` is not checked."""
     job, layout = _prepare(request)
-    return dict(_shares(request, job, layout, _traffic(request, layout)))
+    return dict(_rank_bytes(request, job, layout, _traffic(request, layout)))
 
 
 def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
@@ -117,7 +121,7 @@ def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
     return job, planner.plan(groups, request.shards)
 
 
-def _shares(
+def _rank_bytes(
     request: Request, job: TrainingJob, layout: Layout, traffic: Traffic
 ) -> Iterator[tuple[Strategy, RankBytes]]:
     plain = replicated(job)
@@ -129,21 +133,24 @@ def _shares(
     yield Strategy.FULL, fully_sharded(plain.memory(0), request.shards, max(traffic.units))
 
 
-def _row(strategy: Strategy, shares: RankBytes, traffic: Traffic, request: Request) -> Row:
-    # What is kept of gradients is not under way: the totals of two nearly equal ranks may be the other way round.
-    smallest, largest = sorted(map(shares.memory, shares.extremes), key=lambda memory: memory.total)
+def _row(strategy: Strategy, rank_bytes: RankBytes, traffic: Traffic, request: Request) -> Row:
+    # `extremes` ignores gradients and scratch, so the totals of two nearly equal ranks may be the other way round.
+    smallest, largest = sorted(map(rank_bytes.memory, rank_bytes.extremes), key=lambda memory: memory.total)
     wire = round(wire_bytes(strategy, traffic, request.ranks, request.shards))
-    return Row(strategy, largest, smallest, shares.imbalance, wire)
+    return Row(strategy, largest, smallest, rank_bytes.imbalance, wire)
 
 
 def _traffic(request: Request, layout: Layout) -> Traffic:
     trained = [bucket for bucket in layout.buckets if bucket.trainable]
     sizes = [bucket.size if request.on_host else padded_size(bucket) for bucket in trained]
-    widths = [getattr(torch, bucket.dtype).itemsize for bucket in trained]
-    wide = request.settings.reduce_dtype
+    itemsizes = [getattr(torch, bucket.dtype).itemsize for bucket in trained]
+    reduce_dtype = request.settings.reduce_dtype
     return Traffic(
-        reduced=tuple(size * (wide.itemsize if wide else width) for size, width in zip(sizes, widths, strict=True)),
-        gathered=tuple(size * width for size, width in zip(sizes, widths, strict=True)),
+        reduced=tuple(
+            size * (reduce_dtype.itemsize if reduce_dtype else itemsize)
+            for size, itemsize in zip(sizes, itemsizes, strict=True)
+        ),
+        gathered=tuple(size * itemsize for size, itemsize in zip(sizes, itemsizes, strict=True)),
         ddp=_ddp_buckets(sum(param.nbytes for _, param in request.source.params if param.requires_grad)),
         units=_units(list(request.source.params)),
         elements=request.source.elements,
@@ -151,16 +158,16 @@ def _traffic(request: Request, layout: Layout) -> Traffic:
 
 
 def _ddp_buckets(total: int) -> tuple[int, ...]:
-    """About what DDP makes of its gradients."""
+    """Return the approximate sizes of DDP's buckets."""
     full, rest = divmod(total, _DDP_BUCKET_BYTES)
     return (_DDP_BUCKET_BYTES,) * full + ((rest,) if rest else ())
 
 
 def _units(params: list[tuple[str, nn.Parameter]]) -> tuple[int, ...]:
-    """The bytes of what full sharding brings together at a time: each numbered block, and all that is in none."""
-    found = Counter[str]()
+    """Return the bytes that full sharding gathers at a time: of each numbered block, and of all other parameters."""
+    sizes = Counter[str]()
     for name, param in params:
         parts = name.split(".")
-        place = next((place for place, part in enumerate(parts) if part.isdigit()), -1)
-        found[".".join(parts[: place + 1])] += param.nbytes
-    return tuple(found.values())
+        number_index = next((index for index, part in enumerate(parts) if part.isdigit()), -1)
+        sizes[".".join(parts[: number_index + 1])] += param.nbytes
+    return tuple(sizes.values())

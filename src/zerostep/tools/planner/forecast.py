@@ -1,11 +1,11 @@
-"""How long a step takes, from two constants of the network and one of the ranks: an alpha-beta model of rings.
+"""The time of a step, from two constants of the network and one of the ranks: an alpha-beta model of rings.
 
-A collective over `n` ranks is a ring: each of its messages pays the latency *alpha*, and each byte the time *beta*, one
-over the bandwidth. An all-reduce may be a tree instead. Buckets travel one after the other, each as soon as backward
-has made it; what has not arrived when backward ends is exposed. Computing takes six floating-point operations for each
-parameter and token, two of them in forward. Neither the update nor the reading of memory is counted, and all links are
-equally fast. By how much the model usually misses measured times of collectives is part of the network; what that makes
-of a step is its least and its most.
+A collective over `n` ranks is a ring: each message costs the latency *alpha*, and each byte the time *beta*, one over
+the bandwidth. An all-reduce may be a tree instead. Buckets are sent one after the other, each as soon as backward has
+filled it; what has not arrived when backward ends is exposed. Computing takes six floating-point operations for each
+parameter and token, two of them in forward. Neither the update nor memory accesses are counted, and all links are
+equally fast. `Network.error` is the relative error of the modelled time of collectives; it gives a step's least and
+most.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ __all__ = [
     "Traffic",
     "all_gather_seconds",
     "all_reduce_seconds",
+    "before_compute",
+    "behind_backward",
     "broadcast_seconds",
     "reduce_scatter_seconds",
     "step_time",
@@ -34,7 +36,7 @@ _OPERATIONS_FORWARD, _OPERATIONS_BACKWARD = 2, 4
 
 
 class Strategy(Enum):
-    """The ways to divide the work, by what the user writes."""
+    """The strategies, by the name of what the user writes."""
 
     DDP = "DDP"
     WHOLE = "ZeroRedundancyOptimizer"
@@ -45,9 +47,9 @@ class Strategy(Enum):
 
 @dataclass(frozen=True)
 class Network:
-    """`bandwidth` in bytes per second that a rank sends and receives at once; `latency` in seconds per message.
+    """`bandwidth` in bytes per second that a rank sends while it receives as much; `latency` in seconds per message.
 
-    `error` is the part of a collective's time by which the model is taken to be off.
+    `error` is the relative error assumed for the time of a collective.
     """
 
     bandwidth: float
@@ -55,32 +57,32 @@ class Network:
     error: float = 0.0
 
     def slower(self, factor: float) -> Network:
-        """The network on which everything takes `factor` times as long."""
+        """Return a network on which everything takes `factor` times as long."""
         return Network(self.bandwidth / factor, self.latency * factor, self.error)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What a rank achieves in operations per second, and the tokens of its batch."""
+    """The operations per second that a rank achieves, and the tokens of its batch."""
 
     flops: float
     tokens: int
 
     def forward(self, elements: int) -> float:
-        """Seconds of a forward pass."""
+        """Return the seconds of a forward pass."""
         return _OPERATIONS_FORWARD * elements * self.tokens / self.flops
 
     def backward(self, elements: int) -> float:
-        """Seconds of a backward pass."""
+        """Return the seconds of a backward pass."""
         return _OPERATIONS_BACKWARD * elements * self.tokens / self.flops
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that travel together, in the order in which backward makes them.
+    """Bytes of each message, in the order in which backward fills the buckets.
 
     `reduced` and `gathered` are the buckets of `ShardedOptimizer`, `ddp` those of DDP, and `units` what full sharding
-    brings together at a time, in forward's order.
+    gathers at a time, in forward's order. `elements` are those of all parameters.
     """
 
     reduced: tuple[int, ...]
@@ -92,9 +94,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: those that compute, and those that wait for the network.
+    """Seconds of a step that compute, and those that wait for the network (`exposed`).
 
-    `least` and `most` are the latter where collectives take less or more by the network's `error`.
+    `least` and `most` are `exposed` if collectives take less or more by the network's `error`.
     """
 
     compute: float
@@ -112,7 +114,7 @@ class StepTime:
 
 
 def wire_bytes(strategy: Strategy, traffic: Traffic, ranks: int, shards: int) -> float:
-    """The bytes that a rank sends in one step, on average; `shards` ranks divide one copy."""
+    """Return the bytes that a rank sends in one step, on average; `shards` ranks divide one copy."""
     whole, gathered, reduced = sum(traffic.ddp), sum(traffic.gathered), sum(traffic.reduced)
     once, inside = (ranks - 1) / ranks, (shards - 1) / shards
     across = 2 * (ranks // shards - 1) / (ranks // shards) / shards
@@ -129,24 +131,24 @@ def wire_bytes(strategy: Strategy, traffic: Traffic, ranks: int, shards: int) ->
 
 
 def all_reduce_seconds(size: float, ranks: int, network: Network) -> float:
-    """A reduce-scatter and an all-gather; or up and down a tree, where that is quicker, as it is for few bytes."""
+    """Return the time of a ring, or of a tree, which is faster for few bytes."""
     ring = 2 * reduce_scatter_seconds(size, ranks, network)
     tree = 2 * (ceil(log2(ranks)) * network.latency + size / network.bandwidth)
     return min(ring, tree)
 
 
 def reduce_scatter_seconds(size: float, ranks: int, network: Network) -> float:
-    """Every rank sends ranks - 1 messages, each with its part of `size` bytes."""
+    """Return the time of a ring: every rank sends `ranks - 1` messages of its share of `size` bytes."""
     return (ranks - 1) * (network.latency + size / ranks / network.bandwidth)
 
 
 def all_gather_seconds(size: float, ranks: int, network: Network) -> float:
-    """The same way back."""
+    """Return the time of a ring, which is that of a reduce-scatter."""
     return reduce_scatter_seconds(size, ranks, network)
 
 
 def broadcast_seconds(size: float, ranks: int, network: Network) -> float:
-    """Every owner's part to all, `size` bytes in all: what a rank lacks must reach it."""
+    """Return the time in which every rank receives the `size` bytes that all ranks own together, but for its own."""
     return (ranks - 1) * network.latency + size * (ranks - 1) / ranks / network.bandwidth
 
 
@@ -164,7 +166,7 @@ def step_time(
     shards: int,
     gather: Literal["step", "forward"] = "step",
 ) -> StepTime:
-    """One step of one strategy on `ranks` ranks, of which `shards` divide one copy."""
+    """Return the time of one step on `ranks` ranks, of which `shards` divide one copy."""
     forward, backward = compute.forward(traffic.elements), compute.backward(traffic.elements)
     error = network.error
     waits = (
@@ -204,18 +206,18 @@ def _exposed(
 
 
 def behind_backward(sizes: Sequence[int], backward: float, cost: Cost) -> float:
-    """The seconds by which the last of several buckets arrives after backward, which makes them one by one."""
-    total, made, done = sum(sizes) or 1, 0.0, 0.0
+    """Return how long after backward the last bucket arrives, if backward fills them one by one."""
+    total, filled, done = sum(sizes) or 1, 0.0, 0.0
     for size in sizes:
-        made += backward * size / total
-        done = max(made, done) + cost(size)
+        filled += backward * size / total
+        done = max(filled, done) + cost(size)
     return max(0.0, done - backward)
 
 
 def before_compute(sizes: Sequence[int], forward: float, cost: Cost) -> float:
-    """The seconds for which forward waits, where each bucket must have come before its part is computed."""
-    total, come, clock = sum(sizes) or 1, 0.0, 0.0
+    """Return how long forward waits, if each bucket must have arrived before its part is computed."""
+    total, arrived, clock = sum(sizes) or 1, 0.0, 0.0
     for size in sizes:
-        come += cost(size)
-        clock = max(clock, come) + forward * size / total
+        arrived += cost(size)
+        clock = max(clock, arrived) + forward * size / total
     return max(0.0, clock - forward)

@@ -1,4 +1,4 @@
-"""The bytes of every rank under each strategy, as the strategy's own planning gives them."""
+"""The bytes of every rank under each strategy, from the layout or ownership that training would have."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _Member = TypeVar("_Member", Slot, Fragment)
 class Memory:
     """Bytes on one rank.
 
-    `gradients` are those that the step uses. `scratch` is what communication takes beside them at the worst moment of
-    backward, and `scratch_at_end` when backward has ended. `buffers` are the model's own.
+    `gradients` are those that the step uses. `scratch` is the peak memory of communication during backward, beside
+    them; `scratch_at_end` is what remains of it when backward has ended. `buffers` are the model's own.
     """
 
     parameters: int
@@ -41,13 +41,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it, at the worst moment of backward."""
+        """The sum of all, at the peak of backward."""
         return self.parameters + self.gradients + self.state + self.masters + self.buffers + self.scratch
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, by complete groups, and where; `names` has the parameters in the model's order."""
+    """What is trained: parameter groups with all their options, and the planner that divides them.
+
+    `names` has the parameters in the model's order. `on_host` says that they are in host memory, and
+    `gradients_are_views` that DDP has `gradient_as_bucket_view=True`.
+    """
 
     planner: LayoutPlanner
     groups: Sequence[Group]
@@ -68,18 +72,22 @@ class TrainingJob:
 
     @property
     def ddp_bytes(self) -> int:
-        """What DDP's own buckets take beside the gradients."""
+        """The bytes of DDP's buckets beside the gradients."""
         return 0 if self.gradients_are_views else self.gradient_bytes
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype of the masters of parameters of a dtype, if they have any."""
+        """Return the dtype of the masters of parameters of a dtype; `None` if they have no masters."""
         wanted = self.planner.settings.master_dtype
         return wanted if wanted is not None and dtype.is_floating_point and dtype != wanted else None
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """The bytes of state and masters of every rank, one number for each, and the memory of single ranks on demand."""
+    """The bytes of state, masters and gradients of every rank, one element per rank; the rest is common to all.
+
+    `base` has what is common. With `course`, the layout of `ShardedOptimizer`, and `job`, `memory` simulates backward
+    to get the memory of gradients, which is too slow for all of thousands of ranks.
+    """
 
     base: Memory
     state: Tensor
@@ -90,15 +98,15 @@ class RankBytes:
 
     @property
     def imbalance(self) -> float:
-        """The largest rank's state and masters against the mean."""
+        """The largest rank's state and masters, divided by the mean."""
         owned = (self.state + self.masters).double()
         return float(owned.max() / owned.mean()) if owned.sum() else 1.0
 
     @property
     def extremes(self) -> tuple[int, int]:
-        """The ranks with the most and the least.
+        """The ranks with the most and the least state and masters.
 
-        What a rank keeps of the gradients, it has while backward is at its worst; so they make no difference.
+        Gradients are left out: the peak of backward, which `Memory.total` has, contains what a rank keeps of them.
         """
         total = self.state + self.masters
         return int(total.argmax()), int(total.argmin())
@@ -124,29 +132,30 @@ class RankBytes:
 
 
 def replicated(job: TrainingJob) -> RankBytes:
-    """Plain DDP: every rank has everything, and DDP's buckets beside the gradients."""
+    """Return the bytes under plain DDP: every rank has everything, and DDP's buckets beside the gradients."""
     return _whole(job, [0] * len(all_params(job.groups)), 1)
 
 
 def whole_parameters(job: TrainingJob, world_size: int) -> RankBytes:
-    """`ZeroRedundancyOptimizer` in DDP: whole parameters have owners; one optimizer for each class."""
+    """Return the bytes under `ZeroRedundancyOptimizer` in DDP: parameters have owners; one optimizer for each class."""
     owners = dict[int, int]()
-    for kind in {id(class_of(group, job.planner.default_class)) for group in job.groups}:
-        members = [group for group in job.groups if id(class_of(group, job.planner.default_class)) == kind]
+    # By id, because an optimizer class may be any callable, hashable or not.
+    for class_id in {id(class_of(group, job.planner.default_class)) for group in job.groups}:
+        members = [group for group in job.groups if id(class_of(group, job.planner.default_class)) == class_id]
         owners |= {id(param): rank for param, rank in Ownership(members, world_size).rank_of.items()}
     return _whole(job, [owners[id(param)] for param in all_params(job.groups)], world_size)
 
 
 def _whole(job: TrainingJob, owners: Sequence[int], world_size: int) -> RankBytes:
     state, masters = [0] * world_size, [0] * world_size
-    places = iter(owners)
+    next_owner = iter(owners)
     for group in job.groups:
         model = StateModel(job.planner, group)
         for param in group["params"]:
-            rank, wide = next(places), job.master_dtype(param.dtype)
+            rank, master_dtype = next(next_owner), job.master_dtype(param.dtype)
             if param.requires_grad:
-                state[rank] += model.whole(tuple(param.shape), wide or param.dtype)
-                masters[rank] += param.numel() * wide.itemsize if wide else 0
+                state[rank] += model.whole(tuple(param.shape), master_dtype or param.dtype)
+                masters[rank] += param.numel() * master_dtype.itemsize if master_dtype else 0
     base = Memory(job.parameter_bytes, 0, 0, 0, job.buffer_bytes, job.ddp_bytes, job.ddp_bytes)
     gradients = torch.full((world_size,), job.gradient_bytes)
     return RankBytes(base, torch.tensor(state), torch.tensor(masters), gradients)
@@ -156,25 +165,25 @@ def _whole(job: TrainingJob, owners: Sequence[int], world_size: int) -> RankByte
 
 
 def sharded(job: TrainingJob, layout: Layout, in_ddp: bool = False) -> RankBytes:
-    """`ShardedOptimizer`, over a bare module; or in DDP, whose buckets stay, and whose gradients do until the end."""
+    """Return the bytes under `ShardedOptimizer` over a bare module; or in DDP, with whole gradients and buckets."""
     models = [StateModel(job.planner, group) for group in job.groups]
     state, masters, gradients = (torch.zeros(layout.world_size, dtype=torch.int64) for _ in range(3))
     reduce_dtype = job.planner.settings.reduce_dtype
     for index, bucket in enumerate(layout.buckets):
         if bucket.trainable:
             dtype = getattr(torch, bucket.dtype)
-            wide, cuts = job.master_dtype(dtype), torch.tensor(bucket.cuts)
-            masters += cuts.diff() * (wide.itemsize if wide else 0)
+            master_dtype, cuts = job.master_dtype(dtype), torch.tensor(bucket.cuts)
+            masters += cuts.diff() * (master_dtype.itemsize if master_dtype else 0)
             gradients += cuts.diff() * (reduce_dtype or dtype).itemsize
-            _add_state(state, layout, index, cuts, models, wide or dtype)
-    whole = job.gradient_bytes if in_ddp else 0
-    end = whole  # DDP's buckets, whether the gradients are views of them or not
-    base = Memory(_flat_bytes(layout), 0, 0, 0, job.buffer_bytes, whole + (job.ddp_bytes if in_ddp else 0), end)
+            _add_state(state, layout, index, cuts, models, master_dtype or dtype)
+    # In DDP, whole gradients and buckets during backward; after it the buckets, be the gradients views of them or not.
+    scratch, at_end = (job.gradient_bytes + job.ddp_bytes, job.gradient_bytes) if in_ddp else (0, 0)
+    base = Memory(_flat_bytes(layout), 0, 0, 0, job.buffer_bytes, scratch, at_end)
     return RankBytes(base, state, masters, gradients, layout, job)
 
 
 def _flat_bytes(layout: Layout) -> int:
-    """Parameters as they lie in memory; flat, trained ones are padded."""
+    """Return the bytes of the flat parameters; buckets that are trained are padded."""
     sizes = [(padded_size(bucket) if bucket.trainable else bucket.size, bucket.dtype) for bucket in layout.buckets]
     return sum(size * getattr(torch, dtype).itemsize for size, dtype in sizes)
 
@@ -182,7 +191,7 @@ def _flat_bytes(layout: Layout) -> int:
 def _add_state(
     state: Tensor, layout: Layout, index: int, cuts: Tensor, models: Sequence[StateModel], dtype: torch.dtype
 ) -> None:
-    """What each rank's leaves in a bucket cost."""
+    """Add the state of each rank's leaves in one bucket, for all ranks at once."""
     bucket = layout.buckets[index]
     if not all(slot.span.length for slot in bucket.slots):
         _add_state_by_rank(state, layout, index, models, dtype)
@@ -195,13 +204,13 @@ def _add_state(
             start, stop = run[0].span.start, run[-1].span.stop
             lengths = (cuts[1:].clamp(max=stop) - cuts[:-1].clamp(min=start)).clamp(min=0)
             state += models[spec.group].flat(lengths, dtype)
-            state += _without_length(run, cuts) * models[spec.group].whole((0,), dtype)
+            state += _empty_leaves(run, cuts) * models[spec.group].whole((0,), dtype)
 
 
 def _add_state_by_rank(
     state: Tensor, layout: Layout, index: int, models: Sequence[StateModel], dtype: torch.dtype
 ) -> None:
-    """The slow way, where parameters without elements stand between the others, for one rank alone."""
+    """Add the same rank by rank, which is slow: for buckets with parameters without elements."""
     for rank in range(layout.world_size):
         for run in _runs(layout, layout.fragments_in(index, rank)):
             spec, length = layout.params[run[0].param], run[-1].place.stop - run[0].place.start
@@ -209,23 +218,23 @@ def _add_state_by_rank(
             state[rank] += models[spec.group].whole((length,) if flat else spec.shape, dtype)
 
 
-def _without_length(run: Sequence[Slot], cuts: Tensor) -> Tensor:
-    """The ranks that have a leaf without elements: two cuts meet inside a parameter, and what is between is theirs."""
-    here = cuts[:-1]
-    inside = (cuts.diff() == 0) & (here > run[0].span.start) & (here < run[-1].span.stop)
+def _empty_leaves(run: Sequence[Slot], cuts: Tensor) -> Tensor:
+    """Return a mask of the ranks that own an empty part inside a parameter, for which there is a leaf as well."""
+    starts = cuts[:-1]
+    inside = (cuts.diff() == 0) & (starts > run[0].span.start) & (starts < run[-1].span.stop)
     if inside.any():
-        inside &= ~torch.isin(here, torch.tensor([slot.span.start for slot in run]))
+        inside &= ~torch.isin(starts, torch.tensor([slot.span.start for slot in run]))
     return inside
 
 
 def _runs(layout: Layout, members: Iterable[_Member]) -> Iterator[list[_Member]]:
-    """Neighbours that share a leaf, wherever they share an owner."""
+    """Group neighbours that share a leaf on every rank that owns parts of both."""
 
-    def kind(member: _Member) -> tuple[int, int]:
+    def leaf_key(member: _Member) -> tuple[int, int]:
         spec = layout.params[member.param]
         return spec.group, -1 if spec.splittable and spec.numel else member.param
 
-    for _, run in groupby(members, key=kind):
+    for _, run in groupby(members, key=leaf_key):
         yield list(run)
 
 
@@ -233,7 +242,10 @@ def _runs(layout: Layout, members: Iterable[_Member]) -> Iterator[list[_Member]]
 
 
 def fully_sharded(plain: Memory, world_size: int, largest_unit: int) -> RankBytes:
-    """FSDP in numbers: everything divided, and the largest unit whole, with its gradients, while it runs."""
+    """Return the bytes under FSDP-style sharding, by arithmetic alone.
+
+    Everything is divided; the largest unit and its gradients are whole while the unit runs.
+    """
     state, masters, gradients = (
         torch.tensor([-(-each // world_size)]) for each in (plain.state, plain.masters, plain.gradients)
     )

@@ -1,9 +1,8 @@
-"""What a comparison says, as tables for people and as JSON for programs."""
+"""Render a comparison as tables for a terminal and as JSON for programs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,13 +13,14 @@ from rich.table import Table
 from zerostep.tools.planner.comparison import Comparison, Request, Row
 from zerostep.tools.planner.forecast import Compute, Network, StepTime, Strategy, step_time
 from zerostep.tools.planner.memory import Memory
+from zerostep.tools.tables import make_table
 
 __all__ = ["PARTS", "Forecast", "as_json", "as_text", "forecast", "percent", "scale"]
 
 PARTS = ("parameters", "gradients", "state", "masters", "buffers", "scratch")
-_COUNTS = (8, 64, 512, 4096)
+_FORECAST_RANKS = (8, 64, 512, 4096)
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_ENOUGH = 10  # of a unit, so that one decimal is worth reading
+_MIN_OF_UNIT = 10  # the largest total is at least so many of the unit it is shown in
 
 
 @dataclass(frozen=True)
@@ -32,43 +32,44 @@ class Forecast:
     times: dict[int, dict[Strategy, StepTime]]
 
 
-def forecast(found: Comparison, compute: Compute, network: Network) -> Forecast:
-    """From few ranks to thousands, and the number that was asked for."""
-    request = found.request
+def forecast(comparison: Comparison, compute: Compute, network: Network) -> Forecast:
+    """Forecast the step times of all strategies, from few ranks to thousands, and at the requested number."""
+    request = comparison.request
     ranks_in_row = request.shards if request.shards != request.ranks else 1
-    counts = sorted({count for count in (*_COUNTS, request.ranks) if count % ranks_in_row == 0})
+    counts = sorted({count for count in (*_FORECAST_RANKS, request.ranks) if count % ranks_in_row == 0})
     times = {
-        count: {row.strategy: _time(row, found, compute, network, count) for row in found.rows} for count in counts
+        count: {row.strategy: _time(row, comparison, compute, network, count) for row in comparison.rows}
+        for count in counts
     }
     return Forecast(compute, network, times)
 
 
-def _time(row: Row, found: Comparison, compute: Compute, network: Network, count: int) -> StepTime:
-    request = found.request
+def _time(row: Row, comparison: Comparison, compute: Compute, network: Network, count: int) -> StepTime:
+    request = comparison.request
     shards = request.shards if request.shards != request.ranks else count
-    return step_time(row.strategy, found.traffic, compute, network, count, shards, request.settings.gather)
+    return step_time(row.strategy, comparison.traffic, compute, network, count, shards, request.settings.gather)
 
 
 # ---------------------------------------------------------------------- text
 
 
-def scale(found: Comparison) -> tuple[float, str]:
-    """The unit in which the largest total reads well."""
-    largest = max(row.largest.total for row in found.rows)
-    return next(((size, name) for size, name in _UNITS if largest >= _ENOUGH * size), _UNITS[-1])
+def scale(comparison: Comparison) -> tuple[float, str]:
+    """Return the size and the name of the unit in which to show bytes, chosen by the largest total."""
+    largest = max(row.largest.total for row in comparison.rows)
+    return next(((size, name) for size, name in _UNITS if largest >= _MIN_OF_UNIT * size), _UNITS[-1])
 
 
-def as_text(found: Comparison, times: Forecast | None, plain: bool) -> RenderableType:
-    """Everything, for a terminal or, `plain`, for a file."""
+def as_text(comparison: Comparison, times: Forecast | None, plain: bool) -> RenderableType:
+    """Return all tables and notes, for a terminal or, `plain`, for a file."""
     box = None if plain else SIMPLE_HEAD
-    parts: list[RenderableType] = [_about(found), "", _memory_table(found, box), "", *_notes(found)]
+    parts: list[RenderableType] = [_about(comparison), "", _memory_table(comparison, box), "", *_notes(comparison)]
     if times is not None:
-        parts += ["", _time_table(found, times, box), "", *_time_notes(times)]
+        parts += ["", _time_table(comparison, times, box), "", *_time_notes(times)]
     return Group(*parts)
 
 
-def _about(found: Comparison) -> str:
-    request, source = found.request, found.request.source
+def _about(comparison: Comparison) -> str:
+    request, source = comparison.request, comparison.request.source
     trained = "" if source.trained_elements == source.elements else f", {source.trained_elements:,} trained"
     where = f"{request.ranks} ranks"
     if request.shards != request.ranks:
@@ -77,63 +78,57 @@ def _about(found: Comparison) -> str:
         [
             f"model      {source.title}: {source.elements:,} parameters{trained}, {_dtypes(request)}",
             f"optimizer  {request.recipe.title}{_settings(request)}",
-            f"ranks      {where}, {'host memory' if request.on_host else 'accelerators'}, {found.buckets} buckets",
+            f"ranks      {where}, {'host memory' if request.on_host else 'accelerators'}, {comparison.buckets} buckets",
         ]
     )
 
 
 def _dtypes(request: Request) -> str:
-    found = Counter[str]()
+    elements = Counter[str]()
     for _, param in request.source.params:
-        found[str(param.dtype).removeprefix("torch.")] += param.numel()
-    return " and ".join(name for name, _ in found.most_common())
+        elements[str(param.dtype).removeprefix("torch.")] += param.numel()
+    return " and ".join(name for name, _ in elements.most_common())
 
 
 def _settings(request: Request) -> str:
     settings = request.settings
     named = {"masters in": settings.master_dtype, "sums in": settings.reduce_dtype}
-    said = [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in named.items() if dtype is not None]
+    texts = [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in named.items() if dtype is not None]
     if settings.partition != "auto":
-        said.append(f"partition by {settings.partition}")
-    return "".join(f", {each}" for each in said)
+        texts.append(f"partition by {settings.partition}")
+    return "".join(f", {each}" for each in texts)
 
 
-def _table(title: str, names: Sequence[str], box: Any) -> Table:
-    table = Table(box=box, title=title, title_justify="left", title_style="", pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right" if table.columns else "left", no_wrap=True)
-    return table
-
-
-def _memory_table(found: Comparison, box: Any) -> Table:
-    size, unit = scale(found)
+def _memory_table(comparison: Comparison, box: Any) -> Table:
+    size, unit = scale(comparison)
     title = f"memory per rank in {unit}: the largest rank, and below it the smallest where they differ"
-    table = _table(title, ("strategy", "params", "grads", *PARTS[2:], "total", "of DDP", "imbalance", "wire"), box)
+    names = ("strategy", "params", "grads", *PARTS[2:], "total", "of DDP", "imbalance", "wire")
+    table = make_table(names, left=("strategy",), title=title, title_style="", box=box)
     table.columns[1 + len(PARTS)].style = "cyan"
-    for row in found.rows:
-        table.add_row(row.strategy.value, *_cells(row.largest, size), *_comparisons(row, found, size))
+    for row in comparison.rows:
+        table.add_row(row.strategy.value, *_cells(row.largest, size), *_comparisons(row, comparison, size))
         if _differ(row, size):
             table.add_row("  smallest", *_cells(row.smallest, size), style="dim")
     return table
 
 
 def _cells(memory: Memory, size: float) -> list[str]:
-    return [_number(getattr(memory, part) / size) for part in (*PARTS, "total")]
+    return [_two_decimals(getattr(memory, part) / size) for part in (*PARTS, "total")]
 
 
-def _number(value: float) -> str:
+def _two_decimals(value: float) -> str:
     if not value:
         return "0"
     return f"{value:.2f}" if value >= 0.005 else "<0.01"
 
 
-def _comparisons(row: Row, found: Comparison, size: float) -> list[str]:
-    share = row.largest.total / found.plain.largest.total
-    return [percent(share), f"{row.imbalance:.2f}", _number(row.wire / size)]
+def _comparisons(row: Row, comparison: Comparison, size: float) -> list[str]:
+    share = row.largest.total / comparison.plain.largest.total
+    return [percent(share), f"{row.imbalance:.2f}", _two_decimals(row.wire / size)]
 
 
 def percent(share: float) -> str:
-    """A share, with a decimal where it is small."""
+    """Return a share in percent, with a decimal where it is small."""
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
@@ -141,8 +136,8 @@ def _differ(row: Row, size: float) -> bool:
     return _cells(row.largest, size) != _cells(row.smallest, size)
 
 
-def _notes(found: Comparison) -> list[str]:
-    request = found.request
+def _notes(comparison: Comparison) -> list[str]:
+    request = comparison.request
     notes = [
         "scratch: what communication takes at the worst moment of backward. Not counted: activations, temporaries of",
         "the update, and what the allocator and the backend keep. wire: what a rank sends in a step.",
@@ -154,10 +149,10 @@ def _notes(found: Comparison) -> list[str]:
     return notes
 
 
-def _time_table(found: Comparison, times: Forecast, box: Any) -> Table:
-    names = [row.strategy.value for row in found.rows]
+def _time_table(comparison: Comparison, times: Forecast, box: Any) -> Table:
+    names = [row.strategy.value for row in comparison.rows]
     title = "milliseconds per step; how many of them wait for the network, and their error bar"
-    table = _table(title, ("ranks", *names), box)
+    table = make_table(("ranks", *names), left=("ranks",), title=title, title_style="", box=box)
     for count, by_strategy in times.times.items():
         cells = [_time_cell(time) for time in by_strategy.values()]
         table.add_row(f"{count:,}", *cells)
@@ -181,10 +176,10 @@ def _time_notes(times: Forecast) -> list[str]:
 # ---------------------------------------------------------------------- JSON
 
 
-def as_json(found: Comparison, times: Forecast | None) -> dict[str, Any]:
-    """Bytes and seconds, unrounded."""
-    request, settings = found.request, found.request.settings
-    answer = {
+def as_json(comparison: Comparison, times: Forecast | None) -> dict[str, Any]:
+    """Return the comparison in bytes and seconds, unrounded."""
+    request, settings = comparison.request, comparison.request.settings
+    content = {
         "model": request.source.title,
         "elements": request.source.elements,
         "trained_elements": request.source.trained_elements,
@@ -193,10 +188,10 @@ def as_json(found: Comparison, times: Forecast | None) -> dict[str, Any]:
         "shards": request.shards,
         "device": request.device,
         "settings": {name: _plain(value) for name, value in asdict(settings).items()},
-        "buckets": found.buckets,
-        "strategies": {row.strategy.value: _row(row) for row in found.rows},
+        "buckets": comparison.buckets,
+        "strategies": {row.strategy.value: _row(row) for row in comparison.rows},
     }
-    return answer if times is None else {**answer, "forecast": _seconds(times)}
+    return content if times is None else {**content, "forecast": _seconds(times)}
 
 
 def _plain(value: Any) -> Any:
@@ -205,8 +200,8 @@ def _plain(value: Any) -> Any:
 
 def _row(row: Row) -> dict[str, Any]:
     ranks = {"largest": row.largest, "smallest": row.smallest}
-    memory = {name: {**asdict(found), "total": found.total} for name, found in ranks.items()}
-    return {**memory, "imbalance": row.imbalance, "wire_bytes": row.wire}
+    by_rank = {name: {**asdict(memory), "total": memory.total} for name, memory in ranks.items()}
+    return {**by_rank, "imbalance": row.imbalance, "wire_bytes": row.wire}
 
 
 def _seconds(times: Forecast) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where parameters come from: a model factory, a safetensors file or index, a named shape. None brings its numbers."""
+"""Load a model's parameters as meta tensors: from a factory, a safetensors file or index, or a named shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerostep.tools.planner.errors import PlanError
+from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.shapes import NAMED_SHAPES, parameters_of
 
 __all__ = ["Source", "load", "resolve"]
@@ -22,7 +22,7 @@ __all__ = ["Source", "load", "resolve"]
 _WANTED = "give package.module:factory, a .safetensors file, an index .safetensors.index.json, or one of " + ", ".join(
     NAMED_SHAPES
 )
-_MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -59,20 +59,20 @@ class Source:
 
     @property
     def trained_elements(self) -> int:
-        """Number of elements of those that have gradients."""
+        """Number of elements of the parameters that have gradients."""
         return sum(param.numel() for _, param in self.params if param.requires_grad)
 
 
 def load(model: str, dtype: torch.dtype | None = None) -> Source:
-    """The parameters that `model` names; what is floating-point in `dtype`, if given, as `model.to(dtype)` has it."""
-    found = _load(model)
-    if not found.params:
+    """Return the parameters and buffers that `model` names; floating-point ones in `dtype`, as by `model.to(dtype)`."""
+    source = _load(model)
+    if not source.params:
         raise PlanError(f"--model {model} has no parameters of a floating-point dtype: there is nothing to plan")
     if dtype is None:
-        return found
-    params = [(name, _parameter(param.shape, dtype, param.requires_grad)) for name, param in found.params]
-    buffers = [buffer.to(dtype) if buffer.is_floating_point() else buffer for buffer in found.buffers]
-    return Source(found.title, tuple(params), tuple(buffers))
+        return source
+    params = [(name, _parameter(param.shape, dtype, param.requires_grad)) for name, param in source.params]
+    buffers = [buffer.to(dtype) if buffer.is_floating_point() else buffer for buffer in source.buffers]
+    return Source(source.title, tuple(params), tuple(buffers))
 
 
 def _load(model: str) -> Source:
@@ -105,7 +105,7 @@ def _from_factory(path: str) -> Source:
 
 
 def _build(path: str, factory: Callable[[], Any]) -> Any:
-    """On the meta device; a factory that looks at its numbers is run again, with memory."""
+    """Build on the meta device; a factory that fails there, because it reads values, is called again without it."""
     try:
         with torch.device("meta"):
             return factory()
@@ -119,16 +119,16 @@ def _build(path: str, factory: Callable[[], Any]) -> Any:
 
 
 def resolve(path: str, option: str) -> Any:
-    """What `package.module:name` names; the working directory is searched too."""
+    """Import what `package.module:name` names; the working directory is searched too. `option` is for messages."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise PlanError(f"{option} {path} is not an import path: write package.module:name")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except ModuleNotFoundError as error:
         raise PlanError(
             f"{option} {path} cannot be imported: no module named {error.name!r}: install it, or run this where it lies"
@@ -139,7 +139,7 @@ def resolve(path: str, option: str) -> Any:
         raise PlanError(
             f"{option} {path} cannot be imported: {type(error).__name__}: {error}: mend it first"
         ) from error
-    return found
+    return value
 
 
 # ---------------------------------------------------------------------- safetensors
@@ -150,14 +150,14 @@ def _from_headers(path: Path) -> Source:
         raise PlanError(f"--model {path} is not a file that is there: {_WANTED}")
     files = _files_of_index(path) if path.suffix == ".json" else [path]
     entries = {name: entry for file in files for name, entry in _header(file).items()}
-    tensors = [(name, *_described(name, entry)) for name, entry in entries.items()]
+    tensors = [(name, *_shape_and_dtype(name, entry)) for name, entry in entries.items()]
     params = [(name, _parameter(shape, dtype)) for name, shape, dtype in tensors if _is_trained(dtype)]
     others = [torch.empty(shape, dtype=dtype, device="meta") for _, shape, dtype in tensors if not _is_trained(dtype)]
     return Source(str(path), tuple(params), tuple(others))
 
 
 def _is_trained(dtype: torch.dtype) -> bool:
-    """A header does not tell parameters from buffers; whole numbers are not trained."""
+    """Return whether to take a tensor for a parameter: a header does not say, and integers are not trained."""
     return dtype.is_floating_point
 
 
@@ -174,20 +174,21 @@ def _files_of_index(path: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The names, shapes and dtypes of a file's tensors, in the order in which they lie; not the tensors."""
+    """Return the header's entries in the order of the data; the data is not read."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > _MOST_HEADER_BYTES:
+            # A file of another kind may start with any number: do not allocate that much.
+            if length > _MAX_HEADER_BYTES:
                 raise ValueError(f"its header would have {length} bytes")
-            found = json.loads(file.read(length))
-        tensors = {name: entry for name, entry in found.items() if name != "__metadata__"}
+            header = json.loads(file.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return dict(sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise PlanError(f"{path} is not a safetensors file: {error}: download or save it again") from error
 
 
-def _described(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
+def _shape_and_dtype(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
     dtype, shape = entry.get("dtype"), entry.get("shape")
     if dtype not in _DTYPES:
         raise PlanError(f"tensor {name} has dtype {dtype}, which no torch optimizer takes: convert the file first")

@@ -1,4 +1,4 @@
-"""The traces of all ranks as one, for Perfetto and chrome://tracing: one process per rank, one clock."""
+"""Merge the traces of all ranks into one file for Perfetto and chrome://tracing: one process per rank, one clock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from zerostep.tools.tracing.step import StepView
 
 __all__ = ["merged", "write"]
 
-_RANK_STRIDE = 1000  # process numbers of a rank's accelerators follow its own
+_RANK_STRIDE = 1000  # rank r has process id 1000 * r, and the ids after it for its accelerators
 _FLOW_STRIDE = 1 << 32
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_NOT_THE_HOST = ("gpu", "kernel", "Trace", "overhead")
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_NOT_HOST_PREFIXES = ("gpu", "kernel", "Trace", "overhead")
 
 
 def merged(traces: Sequence[RankTrace], views: Sequence[StepView]) -> dict[str, Any]:
-    """One trace; what was on its way between ranks is added as asynchronous ranges."""
+    """Return one trace of all ranks, with communication added as asynchronous ranges."""
     bases = [float(trace.raw.get("baseTimeNanoseconds", 0)) / 1e3 for trace in traces]
     begin = min(event.span.start for trace in traces for event in trace.events)
     events = list[dict[str, Any]]()
     for trace, base, view in zip(traces, bases, views, strict=True):
-        events += _moved(trace, base - begin)
-        events += _communications(view, begin)
+        events += _shifted(trace, base - begin)
+        events += _comm_ranges(view, begin)
     return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -35,43 +35,45 @@ def write(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) ->
     path.write_text(json.dumps(merged(traces, views)))
 
 
-def _moved(trace: RankTrace, shift: float) -> Iterator[dict[str, Any]]:
-    entries, numbers = trace.raw["traceEvents"], _processes(trace)
-    for number in numbers.values():
-        name = f"rank {trace.rank}" if number % _RANK_STRIDE == 0 else f"rank {trace.rank}, device"
-        named = {"ph": "M", "pid": number, "tid": 0, "ts": 0}
-        yield {**named, "name": "process_name", "args": {"name": name}}
-        yield {**named, "name": "process_sort_index", "args": {"sort_index": number}}
-    for entry in entries:
-        if entry.get("pid") not in numbers or (entry["ph"] == "M" and entry["name"].startswith("process_")):
+def _shifted(trace: RankTrace, shift: float) -> Iterator[dict[str, Any]]:
+    """Yield a rank's events with times on the common clock and process ids that no other rank has."""
+    pids = _process_ids(trace)
+    for pid in pids.values():
+        name = f"rank {trace.rank}" if pid % _RANK_STRIDE == 0 else f"rank {trace.rank}, device"
+        metadata = {"ph": "M", "pid": pid, "tid": 0, "ts": 0}
+        yield {**metadata, "name": "process_name", "args": {"name": name}}
+        yield {**metadata, "name": "process_sort_index", "args": {"sort_index": pid}}
+    for entry in trace.raw["traceEvents"]:
+        if entry.get("pid") not in pids or (entry["ph"] == "M" and entry["name"].startswith("process_")):
             continue
-        moved = {**entry, "pid": numbers[entry["pid"]]}
+        shifted = {**entry, "pid": pids[entry["pid"]]}
         if "ts" in entry:
-            moved["ts"] = entry["ts"] + shift if entry["ph"] != "M" else 0
+            shifted["ts"] = entry["ts"] + shift if entry["ph"] != "M" else 0
         if isinstance(entry.get("id"), int):
-            moved["id"] = entry["id"] + trace.rank * _FLOW_STRIDE  # arrows stay inside a rank
-        yield moved
+            # Ranks number their arrows alike; equal ids would draw arrows from one rank to another.
+            shifted["id"] = entry["id"] + trace.rank * _FLOW_STRIDE
+        yield shifted
 
 
-def _processes(trace: RankTrace) -> dict[Any, int]:
-    """Numbers of the processes in which something happens: first the rank's own, then its devices."""
-    happened = [entry for entry in trace.raw["traceEvents"] if entry["ph"] == "X" and "dur" in entry]
-    counts = Counter(entry["pid"] for entry in happened if not str(entry.get("cat")).startswith(_NOT_THE_HOST))
-    main = counts.most_common(1)[0][0]
-    devices = dict.fromkeys(entry["pid"] for entry in happened if entry.get("cat") in _DEVICE)
+def _process_ids(trace: RankTrace) -> dict[Any, int]:
+    """Map the process ids that have events to new ones: the rank's own process first, then its devices."""
+    ranges = [entry for entry in trace.raw["traceEvents"] if entry["ph"] == "X" and "dur" in entry]
+    counts = Counter(entry["pid"] for entry in ranges if not str(entry.get("cat")).startswith(_NOT_HOST_PREFIXES))
+    own = counts.most_common(1)[0][0]
+    devices = dict.fromkeys(entry["pid"] for entry in ranges if entry.get("cat") in _DEVICE_CATEGORIES)
     first = trace.rank * _RANK_STRIDE
-    return {main: first, **{pid: first + 1 + place for place, pid in enumerate(devices) if pid != main}}
+    return {own: first, **{pid: first + 1 + index for index, pid in enumerate(devices) if pid != own}}
 
 
-def _communications(view: StepView, begin: float) -> Iterator[dict[str, Any]]:
-    """A range for each bucket on its way, beside the threads that launched it."""
-    for number, communication in enumerate(view.communications):
+def _comm_ranges(view: StepView, begin: float) -> Iterator[dict[str, Any]]:
+    """Yield an asynchronous range for each communication; Perfetto shows it beside the threads of the rank."""
+    for index, comm in enumerate(view.comm_spans):
         common = {
             "cat": "on its way",
-            "name": f"{communication.phase} {communication.row}",
-            "id": f"{view.rank}.{number}",
+            "name": f"{comm.phase} {comm.row}",
+            "id": f"{view.rank}.{index}",
             "pid": view.rank * _RANK_STRIDE,
             "tid": 0,
         }
-        yield {**common, "ph": "b", "ts": communication.span.start - begin}
-        yield {**common, "ph": "e", "ts": communication.span.stop - begin}
+        yield {**common, "ph": "b", "ts": comm.span.start - begin}
+        yield {**common, "ph": "e", "ts": comm.span.stop - begin}

@@ -1,4 +1,4 @@
-"""What a torch profiler has written for one rank, and where its steps begin and end."""
+"""Read the profile that torch.profiler wrote on one rank, and find where its steps begin and end."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zerostep.step.labels import step_number
+from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.intervals import Interval
 
-__all__ = ["BACKWARD", "MARK", "OPTIMIZER_STEP", "RankTrace", "TraceError", "TraceEvent", "in_order", "parse", "read"]
+__all__ = ["BACKWARD", "OPTIMIZER_STEP", "RankTrace", "TraceEvent", "parse", "read", "sort_by_rank"]
 
-MARK = "zerostep/end of step "
 OPTIMIZER_STEP = "Optimizer.step#"
 BACKWARD = "autograd::engine::evaluate_function"
 _PROFILER_STEP = "ProfilerStep#"
 
 
-class TraceError(RuntimeError):
-    """A trace cannot be made or read; the message is one line for the user."""
-
-    def format_message(self) -> str:
-        """The one line, for a command line."""
-        return " ".join(str(self).split())
-
-
 @dataclass(frozen=True)
 class TraceEvent:
-    """A range of a trace."""
+    """One range of a profile; `category` is the profiler's, such as cpu_op or kernel."""
 
     name: str
-    kind: str
+    category: str
     span: Interval
     thread: object
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """All ranges of one rank, in the order of their beginnings, and the file's own content."""
+    """All ranges of one rank, sorted by start, and the parsed JSON they come from."""
 
     rank: int
     events: Sequence[TraceEvent]
     raw: Mapping[str, Any]
 
-    def titled(self, prefix: str) -> list[TraceEvent]:
-        """The ranges of the host whose names begin like this."""
-        return [event for event in self.events if event.name.startswith(prefix) and not event.kind.startswith("gpu")]
+    def host_events(self, prefix: str) -> list[TraceEvent]:
+        """Return the host's ranges whose names start with `prefix`."""
+        named = (event for event in self.events if event.name.startswith(prefix))
+        return [event for event in named if not event.category.startswith("gpu")]
 
     @cached_property
     def host_threads(self) -> set[object]:
-        """The thread that trains, and those on which autograd works."""
-        marks = self.titled(MARK) or self.titled(_PROFILER_STEP) or self.titled(OPTIMIZER_STEP)
-        counts = Counter(event.thread for event in marks or self.events)
-        return {counts.most_common(1)[0][0], *(event.thread for event in self.titled(BACKWARD))} if counts else set()
+        """The thread that runs the training loop, and those that run autograd."""
+        steps = self._end_marks or self.host_events(_PROFILER_STEP) or self.host_events(OPTIMIZER_STEP)
+        counts = Counter(event.thread for event in steps or self.events)
+        if not counts:
+            return set()
+        return {counts.most_common(1)[0][0], *(event.thread for event in self.host_events(BACKWARD))}
 
     @cached_property
     def steps(self) -> dict[int, Interval]:
-        """Complete steps by number: each from the end of the one before to its own end."""
-        marks = {int(event.name.removeprefix(MARK)): event.span.start for event in self.titled(MARK)}
-        if marks:
-            return _between(marks)
-        profiled = [event for event in self.titled(_PROFILER_STEP) if event.kind == "user_annotation"]
+        """The complete steps by number, each from the end of the step before to its own end."""
+        ends = {step_number(event.name): event.span.start for event in self._end_marks}
+        if ends:
+            return _between({number: end for number, end in ends.items() if number is not None})
+        profiled = [event for event in self.host_events(_PROFILER_STEP) if event.category == "user_annotation"]
         if profiled:
             return {int(event.name.removeprefix(_PROFILER_STEP)): event.span for event in profiled}
-        return _between(dict(enumerate(self._ends_of_steps(), start=1)))
+        return _between(dict(enumerate(self._step_ends(), start=1)))
 
-    def _ends_of_steps(self) -> list[float]:
-        """The ends of the outermost ranges of the first optimizer; others may step beside it, or inside."""
-        outer = list[TraceEvent]()
-        for event in self.titled(OPTIMIZER_STEP):
-            if not outer or event.span.start >= outer[-1].span.stop:
-                outer.append(event)
-        return [event.span.stop for event in outer if event.name == outer[0].name]
+    @property
+    def _end_marks(self) -> list[TraceEvent]:
+        return [event for event in self.host_events("zerostep/") if step_number(event.name) is not None]
+
+    def _step_ends(self) -> list[float]:
+        """Return the ends of the first optimizer's steps; steps of others, beside or inside of them, do not count."""
+        outermost = list[TraceEvent]()
+        for event in self.host_events(OPTIMIZER_STEP):
+            if not outermost or event.span.start >= outermost[-1].span.stop:
+                outermost.append(event)
+        return [event.span.stop for event in outermost if event.name == outermost[0].name]
 
 
 def _between(ends: Mapping[int, float]) -> dict[int, Interval]:
@@ -83,11 +83,14 @@ def _between(ends: Mapping[int, float]) -> dict[int, Interval]:
 
 
 def parse(raw: Mapping[str, Any], rank: int) -> RankTrace:
-    """A trace as the profiler writes it; `rank` if it does not tell its own. Times become those of the epoch."""
+    """Convert the profiler's JSON; times become microseconds since the epoch, so that ranks can be compared.
+
+    `rank` is used where the profile does not contain one.
+    """
     base = float(raw.get("baseTimeNanoseconds", 0)) / 1e3
-    found = [_event(entry, base) for entry in raw["traceEvents"] if entry.get("ph") == "X" and "dur" in entry]
-    known = raw.get("distributedInfo", {}).get("rank", rank)
-    return RankTrace(int(known), sorted(found, key=lambda event: event.span), raw)
+    events = [_event(entry, base) for entry in raw["traceEvents"] if entry.get("ph") == "X" and "dur" in entry]
+    own_rank = raw.get("distributedInfo", {}).get("rank", rank)
+    return RankTrace(int(own_rank), sorted(events, key=lambda event: event.span), raw)
 
 
 def _event(entry: Mapping[str, Any], base: float) -> TraceEvent:
@@ -97,7 +100,7 @@ def _event(entry: Mapping[str, Any], base: float) -> TraceEvent:
 
 
 def read(path: Path, rank: int) -> RankTrace:
-    """Read the file of one rank, as JSON or compressed JSON."""
+    """Read one rank's profile, as JSON or gzipped JSON."""
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if path.suffix == ".gz" else data
@@ -110,10 +113,10 @@ def read(path: Path, rank: int) -> RankTrace:
         ) from error
 
 
-def in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """The traces by rank, of which each must be there once."""
+def sort_by_rank(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return the traces sorted by rank; raise `TraceError` if two are of one rank."""
     counts = Counter(trace.rank for trace in traces)
-    twice = [rank for rank, count in counts.items() if count > 1]
-    if twice:
-        raise TraceError(f"{counts[twice[0]]} traces are of rank {twice[0]}: give the trace of each rank once")
+    repeated = [rank for rank, count in counts.items() if count > 1]
+    if repeated:
+        raise TraceError(f"{counts[repeated[0]]} traces are of rank {repeated[0]}: give the trace of each rank once")
     return sorted(traces, key=lambda trace: trace.rank)

@@ -1,4 +1,7 @@
-"""Arithmetic of sets of moments, written as lists of half-open intervals. Times are microseconds."""
+"""Arithmetic of sets of time, written as lists of half-open intervals in microseconds.
+
+Results are sorted, disjoint and without empty intervals; arguments need not be.
+"""
 
 from __future__ import annotations
 
@@ -17,62 +20,62 @@ class Interval:
 
     @property
     def length(self) -> float:
-        """How long it lasts; never negative."""
+        """The duration; never negative."""
         return max(0.0, self.stop - self.start)
 
     def covers(self, other: Interval) -> bool:
-        """Whether all of another interval lies in this one."""
+        """Return whether this interval contains all of another one."""
         return self.start <= other.start and other.stop <= self.stop
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The moments that lie in at least one interval: sorted, apart from each other, none empty."""
+    """Return the time in at least one interval."""
     return join(intervals, 0.0)
 
 
 def join(intervals: Iterable[Interval], gap: float) -> list[Interval]:
-    """The union, with every gap of at most `gap` filled."""
-    found = list[Interval]()
+    """Return the union, with every gap of at most `gap` filled."""
+    joined = list[Interval]()
     for interval in sorted(interval for interval in intervals if interval.length):
-        if found and interval.start <= found[-1].stop + gap:
-            found[-1] = Interval(found[-1].start, max(found[-1].stop, interval.stop))
+        if joined and interval.start <= joined[-1].stop + gap:
+            joined[-1] = Interval(joined[-1].start, max(joined[-1].stop, interval.stop))
         else:
-            found.append(interval)
-    return found
+            joined.append(interval)
+    return joined
 
 
 def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """The moments that lie in both."""
+    """Return the time in both sets."""
     ours, theirs = union(left), union(right)
-    found, i, j = list[Interval](), 0, 0
+    common, i, j = list[Interval](), 0, 0
     while i < len(ours) and j < len(theirs):
         both = Interval(max(ours[i].start, theirs[j].start), min(ours[i].stop, theirs[j].stop))
         if both.length:
-            found.append(both)
+            common.append(both)
         if ours[i].stop <= theirs[j].stop:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def subtract(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
-    """The moments that lie in the first and not in the second."""
+    """Return the time in the first set and not in the second."""
     ours = union(left)
-    return intersect(ours, _outside(union(right), ours[0].start, ours[-1].stop)) if ours else []
+    return intersect(ours, _gaps(union(right), ours[0].start, ours[-1].stop)) if ours else []
 
 
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """The moments that lie in a window."""
+    """Return the time inside a window."""
     return intersect(intervals, [window])
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """How long all moments together last; those that lie in several intervals count once."""
+    """Return the duration of the union: time in several intervals counts once."""
     return sum(interval.length for interval in union(intervals))
 
 
-def _outside(apart: Sequence[Interval], start: float, stop: float) -> list[Interval]:
-    """What sorted intervals that are apart leave of the time between `start` and `stop`."""
-    edges = [start, *(edge for interval in apart for edge in (interval.start, interval.stop)), stop]
-    return [Interval(edges[place], edges[place + 1]) for place in range(0, len(edges), 2)]
+def _gaps(disjoint: Sequence[Interval], start: float, stop: float) -> list[Interval]:
+    """Return the time between `start` and `stop` that sorted, disjoint intervals leave free."""
+    edges = [start, *(edge for interval in disjoint for edge in (interval.start, interval.stop)), stop]
+    return [Interval(edges[index], edges[index + 1]) for index in range(0, len(edges), 2)]

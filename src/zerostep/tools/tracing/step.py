@@ -1,35 +1,36 @@
-"""One step of one rank: what its host did, what was on its way for each bucket, and what of that was not hidden.
+"""Evaluate one step of one rank: what the host did, the communication of each bucket, and how much was exposed.
 
-The network itself is in no profile of a backend that works on the host. What is known is when a bucket set out and when
-the host had it in its hands; the last part of that time, in which the host stood still, is what communication cost.
+A host backend such as Gloo leaves no record of the network in a profile. Known are the launch of a bucket's message and
+the wait for it; the part of the wait in which the host ran no op is the exposed communication. With NCCL, messages are
+kernels of the profile, and exposed is the time in which no other kernel runs.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerostep.tools.tracing.events import BACKWARD, OPTIMIZER_STEP, RankTrace, TraceError, TraceEvent
+from zerostep.step.labels import Label
+from zerostep.tools.errors import TraceError
+from zerostep.tools.tracing.events import BACKWARD, OPTIMIZER_STEP, RankTrace, TraceEvent
 from zerostep.tools.tracing.intervals import Interval, clip, intersect, join, subtract, total, union
 
-__all__ = ["Communication", "StepView", "Update", "common_step", "view"]
+__all__ = ["CommSpan", "StepView", "Update", "common_step", "view_step"]
 
-_RANGE = re.compile(r"zerostep/(?P<phase>[a-z ]+?)(?: bucket (?P<bucket>\d+)(?: to (?P<last>\d+))?)?(?P<wait> wait)?")
-_COLLECTIVE = re.compile(r"(?:gloo|mpi|ucc):_?(?P<name>[a-z_]+)")  # nccl's are ranges of launches
-_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_OWN_MESSAGES = ("send", "recv")  # the ranges tell more about them
-_NO_COMMUNICATION = ("update", "meet", "end of step")
-# The host is as good as busy between two ops that follow each other this closely.
-_PAUSE = 100.0
+_COLLECTIVE = re.compile(r"(?:gloo|mpi|ucc):_?(?P<name>[a-z_]+)")  # the ranges of nccl are only the launches of kernels
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_OWN_MESSAGES = ("send", "recv")  # covered by the ranges of this library, which name the bucket
+_NO_COMMUNICATION = ("update", "control")
+_MAX_PAUSE = 100.0  # microseconds; a shorter pause between two ops counts as work
 
 
 @dataclass(frozen=True)
-class Communication:
-    """What was on its way: from its launch to the moment at which it was in place, as far as that is known.
+class CommSpan:
+    """One communication, from its launch to the end of the wait for it; `row` is its bucket or collective.
 
-    `waits` are the parts of it for which the host stood still because of it.
+    `waits` are the parts in which the host was idle because of it.
     """
 
     phase: str
@@ -40,7 +41,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Update:
-    """An inner optimizer's work on some rows."""
+    """One call of an inner optimizer and the rows of the buckets it updated."""
 
     rows: Sequence[str]
     span: Interval
@@ -48,36 +49,34 @@ class Update:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step; all times lie inside `window`.
+    """One step of one rank; all times lie inside `window`.
 
-    `host` has what the host did, by kind; `device` has the accelerator's own work, without messages. `exposed` has, by
-    phase, the time for which communication was waited for.
+    `host` has the host's time by activity: forward, backward, step, update. `device` has the accelerator's kernels
+    without communication. `exposed` has, by phase, the time spent waiting for communication.
     """
 
     rank: int
     window: Interval
     host: dict[str, list[Interval]]
     device: list[Interval]
-    communications: list[Communication]
+    comm_spans: list[CommSpan]
     updates: list[Update]
     exposed: dict[str, list[Interval]]
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds of the step in which communication was waited for."""
-        return total(interval for found in self.exposed.values() for interval in found) / 1e3
+        """Milliseconds of the step spent waiting for communication."""
+        return total(interval for waits in self.exposed.values() for interval in waits) / 1e3
 
     @property
     def rows(self) -> list[str]:
         """The names of all rows, buckets first and in order."""
-        names = {communication.row for communication in self.communications} | {
-            row for update in self.updates for row in update.rows
-        }
+        names = {comm.row for comm in self.comm_spans} | {row for update in self.updates for row in update.rows}
         return sorted(names, key=_row_order)
 
 
 def common_step(traces: Sequence[RankTrace], wanted: int | None) -> int:
-    """The step to look at: the wanted one, or the last that is complete on all ranks."""
+    """Return the number of the step to draw: the wanted one, or the last that is complete on all ranks."""
     steps = sorted(set.intersection(*(set(trace.steps) for trace in traces)))
     if not steps:
         raise TraceError(
@@ -85,35 +84,39 @@ def common_step(traces: Sequence[RankTrace], wanted: int | None) -> int:
             "prof.step() after each"
         )
     if wanted is not None and wanted not in steps:
-        raise TraceError(f"step {wanted} is not in the traces of all ranks: choose --step from {_listed(steps)}")
+        known = ", ".join(map(str, steps))
+        raise TraceError(f"step {wanted} is not in the traces of all ranks: choose --step from {known}")
     return steps[-1] if wanted is None else wanted
 
 
-def view(trace: RankTrace, step: int) -> StepView:
-    """What happened on one rank in one step."""
+def view_step(trace: RankTrace, step: int) -> StepView:
+    """Evaluate one step of one rank.
+
+    Communication is evaluated over the whole trace and clipped afterwards, because it may cross the edges of a step.
+    """
     window = trace.steps[step]
-    ours = [(match, event) for event in trace.events if (match := _RANGE.fullmatch(event.name)) and _is_host(event)]
+    ours = [(label, event) for event in trace.events if (label := Label.parse(event.name)) and _is_host(event)]
     ops = [event for event in trace.events if _is_op(event) and event.thread in trace.host_threads]
-    busy = union(event.span for event in ops)
-    kernels = [event for event in trace.events if event.kind in _GPU_WORK]
-    wire = [event for event in kernels if event.name.startswith("nccl")]
+    op_spans = union(event.span for event in ops)
+    kernels = [event for event in trace.events if event.category in _DEVICE_CATEGORIES]
+    messages = [event for event in kernels if event.name.startswith("nccl")]
     device = union(event.span for event in kernels if not event.name.startswith("nccl"))
-    communications = _device_communications(trace, wire, device) if wire else _host_communications(trace, ours, busy)
+    comms = _device_comms(trace, messages, device) if messages else _host_comms(trace, ours, op_spans)
     exposed = defaultdict[str, list[Interval]](list)
-    for communication in communications:
-        exposed[communication.phase] += communication.waits
-    if not wire:
-        exposed["meet"] = _meetings(trace, ours, busy)
-    updates = [_update(match, event) for match, event in ours if match["phase"] == "update"]
+    for comm in comms:
+        exposed[comm.phase] += comm.waits
+    if not messages:
+        exposed["control"] = _control_waits(trace, ours, op_spans)
+    updates = [_update(label, event) for label, event in ours if label.phase == "update"]
     return StepView(
         rank=trace.rank,
         window=window,
-        host={kind: clip(spans, window) for kind, spans in _host(trace, ops, updates).items()},
+        host={activity: clip(spans, window) for activity, spans in _host_activities(trace, ops, updates).items()},
         device=clip(device, window),
-        communications=[
-            Communication(f.phase, f.row, part, clip(f.waits, window))
-            for f in communications
-            for part in clip([f.span], window)
+        comm_spans=[
+            CommSpan(comm.phase, comm.row, part, clip(comm.waits, window))
+            for comm in comms
+            for part in clip([comm.span], window)
         ],
         updates=[Update(update.rows, part) for update in updates for part in clip([update.span], window)],
         exposed={phase: inside for phase, spans in exposed.items() if (inside := clip(spans, window))},
@@ -123,15 +126,17 @@ def view(trace: RankTrace, step: int) -> StepView:
 # ---------------------------------------------------------------------- the host
 
 
-def _host(trace: RankTrace, ops: Sequence[TraceEvent], updates: Sequence[Update]) -> dict[str, list[Interval]]:
-    """What the host did: every moment has at most one kind, the later kinds first.
+def _host_activities(
+    trace: RankTrace, ops: Sequence[TraceEvent], updates: Sequence[Update]
+) -> dict[str, list[Interval]]:
+    """Divide the host's time among activities, which do not overlap; where several apply, the later key wins.
 
-    But an update inside backward is made by another thread, and beside what the host did in that moment.
+    Only an update inside backward overlaps: another thread runs it beside the host.
     """
-    steps = union(event.span for event in trace.titled(OPTIMIZER_STEP) if event.thread in trace.host_threads)
+    steps = union(event.span for event in trace.host_events(OPTIMIZER_STEP) if event.thread in trace.host_threads)
     backward = subtract(_backward(ops), steps)
     known = union([*steps, *backward])
-    rest = join(subtract((op.span for op in ops), known), _PAUSE)
+    rest = join(subtract((op.span for op in ops), known), _MAX_PAUSE)
     update = union(update.span for update in updates) or steps
     return {
         "forward": subtract(rest, known),
@@ -142,89 +147,90 @@ def _host(trace: RankTrace, ops: Sequence[TraceEvent], updates: Sequence[Update]
 
 
 def _backward(ops: Sequence[TraceEvent]) -> list[Interval]:
-    """Each backward pass from its first op to its last; a pass ends where another op runs outside of it."""
-    passes = union(event.span for event in ops if event.name.startswith(BACKWARD))
-    others = subtract((event.span for event in ops), passes)
-    found = list[Interval]()
-    for part in passes:
-        gap = [Interval(found[-1].stop, part.start)] if found else []
+    """Return each backward pass, from its first op to its last; an op outside of autograd separates two passes."""
+    nodes = union(event.span for event in ops if event.name.startswith(BACKWARD))
+    others = subtract((event.span for event in ops), nodes)
+    passes = list[Interval]()
+    for node in nodes:
+        gap = [Interval(passes[-1].stop, node.start)] if passes else []
         if gap and not intersect(gap, others):
-            found[-1] = Interval(found[-1].start, part.stop)
+            passes[-1] = Interval(passes[-1].start, node.stop)
         else:
-            found.append(part)
-    return found
+            passes.append(node)
+    return passes
 
 
 def _is_host(event: TraceEvent) -> bool:
-    return not event.kind.startswith("gpu")
+    return not event.category.startswith("gpu")
 
 
 def _is_op(event: TraceEvent) -> bool:
-    """Work of the host; not the call of a collective, in which it may wait."""
-    return event.kind == "cpu_op" and not event.name.startswith(("c10d::", "record_param_comms"))
+    """Return whether an event is an op, other than the call of a collective, in which the host may wait."""
+    return event.category == "cpu_op" and not event.name.startswith(("c10d::", "record_param_comms"))
 
 
-# ---------------------------------------------------------------------- what is on its way
+# ---------------------------------------------------------------------- communication
 
-_Named = tuple[re.Match[str], TraceEvent]
+_Labelled = tuple[Label, TraceEvent]
 
 
-def _host_communications(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Communication]:
-    """Launches with the waits that end them, in order; and the collectives of others."""
-    found = list[Communication]()
-    by_name = defaultdict[tuple[str, str], list[_Named]](list)
-    for match, event in ours:
-        if match["phase"] not in _NO_COMMUNICATION:
-            by_name[match["phase"], _row(match)].append((match, event))
-    waited = {match["phase"] for match, _ in ours if match["wait"]}
-    at_work = _at_work(trace, ours, busy)
+def _host_comms(trace: RankTrace, ours: Sequence[_Labelled], op_spans: Sequence[Interval]) -> list[CommSpan]:
+    """Return the communication of a host backend: this library's by its ranges, and the collectives of others."""
+    comms = list[CommSpan]()
+    by_name = defaultdict[tuple[str, str], list[_Labelled]](list)
+    for label, event in ours:
+        if label.phase not in _NO_COMMUNICATION:
+            by_name[label.phase, _row(label)].append((label, event))
+    waited = {label.phase for label, _ in ours if label.waits}
+    work = _work_spans(trace, ours, op_spans)
     for (phase, row), named in by_name.items():
-        pairs = _paired(named, trace) if phase in waited else [(event.span, event) for _, event in named]
-        found += [Communication(phase, row, span, _stood_still(trace, event, busy, at_work)) for span, event in pairs]
-    return found + _collectives(trace, ours, at_work)
+        pairs = _launches_with_waits(named, trace) if phase in waited else [(event.span, event) for _, event in named]
+        comms += [CommSpan(phase, row, span, _idle_spans(trace, wait, op_spans, work)) for span, wait in pairs]
+    return comms + _collectives(trace, ours, work)
 
 
-def _at_work(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Interval]:
-    """When a host was not idle: in ops, and in ranges of ours, which tell by themselves what they wait for."""
-    told = (event.span for match, event in ours if match["phase"] == "update" or event.thread in trace.host_threads)
-    return union([*join(busy, _PAUSE), *told])
+def _work_spans(trace: RankTrace, ours: Sequence[_Labelled], op_spans: Sequence[Interval]) -> list[Interval]:
+    """Return when the host was not idle: in ops, and in ranges of this library, whose waits are counted separately."""
+    ranges = (event.span for label, event in ours if label.phase == "update" or event.thread in trace.host_threads)
+    return union([*join(op_spans, _MAX_PAUSE), *ranges])
 
 
-def _stood_still(
-    trace: RankTrace, wait: TraceEvent | None, busy: Sequence[Interval], at_work: Sequence[Interval]
+def _idle_spans(
+    trace: RankTrace, wait: TraceEvent | None, op_spans: Sequence[Interval], work: Sequence[Interval]
 ) -> list[Interval]:
-    """A wait without the ops inside: sums and copies are work.
+    """Return a wait without the ops inside of it, which are sums and copies.
 
-    What another thread waits for, as for a step inside backward, holds the host up only where it has nothing to do.
+    A wait of another thread, as in a step inside backward, delays the host only where the host has no work.
     """
     if wait is None:
         return []
-    return subtract([wait.span], busy if wait.thread in trace.host_threads else at_work)
+    return subtract([wait.span], op_spans if wait.thread in trace.host_threads else work)
 
 
-def _paired(named: Sequence[_Named], trace: RankTrace) -> list[tuple[Interval, TraceEvent | None]]:
-    """Each launch to the end of its wait, with the wait; what has no wait goes on to the end of the trace.
+def _launches_with_waits(named: Sequence[_Labelled], trace: RankTrace) -> list[tuple[Interval, TraceEvent | None]]:
+    """Return the time from each launch to the end of its wait, and the wait; without a wait, to the end of the trace.
 
-    A wait without a launch belongs to one before the trace, or is of a phase that is only waited for.
+    Launches and waits of one bucket are matched first in, first out. A wait without a launch belongs to a launch before
+    the trace, so it lasts from its beginning; unless its phase has no launches at all.
     """
-    found, launched = list[tuple[Interval, TraceEvent | None]](), list[float]()
+    pairs, launched = list[tuple[Interval, TraceEvent | None]](), list[float]()
     begin, end = trace.events[0].span.start, max(event.span.stop for event in trace.events)
-    only_waits = all(match["wait"] for match, _ in named)
-    for match, event in named:
-        if match["wait"]:
+    only_waits = all(label.waits for label, _ in named)
+    for label, event in named:
+        if label.waits:
             before = event.span.start if only_waits else begin
-            found.append((Interval(launched.pop(0) if launched else before, event.span.stop), event))
+            pairs.append((Interval(launched.pop(0) if launched else before, event.span.stop), event))
         else:
             launched.append(event.span.start)
-    return found + [(Interval(start, end), None) for start in launched]
+    return pairs + [(Interval(start, end), None) for start in launched]
 
 
-def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Interval]) -> list[Communication]:
-    """What other libraries have sent, such as DDP: each message is a row, in the order of a step.
+def _collectives(trace: RankTrace, ours: Sequence[_Labelled], work: Sequence[Interval]) -> list[CommSpan]:
+    """Return the collectives of other libraries, such as DDP's; each is a row, numbered by its order in a step.
 
-    Nobody tells who waits for them; where one is under way and no op runs, the host is taken to.
+    A profile does not record the waits for them: the host counts as waiting where one is under way and it has no work.
     """
-    found = list[Communication]()
+    comms = list[CommSpan]()
     counts = Counter[str]()
     edges = sorted({edge for step in trace.steps.values() for edge in (step.start, step.stop)})
     for event in trace.events:
@@ -235,56 +241,47 @@ def _collectives(trace: RankTrace, ours: Sequence[_Named], at_work: Sequence[Int
             edges, counts = [edge for edge in edges if edge > event.span.start], Counter()
         name = match["name"].replace("_", "-")
         phase = next((known for known in ("gather", "reduce") if known in name), "other")
-        found.append(Communication(phase, f"{name} {counts[name]}", event.span, subtract([event.span], at_work)))
+        comms.append(CommSpan(phase, f"{name} {counts[name]}", event.span, subtract([event.span], work)))
         counts[name] += 1
-    return found
+    return comms
 
 
-def _is_part(name: str, collective: TraceEvent, ours: Sequence[_Named]) -> bool:
-    """Whether a collective belongs to a range of ours: gradients that others reduce meanwhile do not."""
-    around = (match["phase"] for match, event in ours if event.span.covers(collective.span))
+def _is_part(name: str, collective: TraceEvent, ours: Sequence[_Labelled]) -> bool:
+    """Return whether this library launched a collective; DDP's reductions during an update or a gather are not its."""
+    around = (label.phase for label, event in ours if event.span.covers(collective.span))
     return any(phase not in ("update", "gather") or "reduce" not in name for phase in around)
 
 
-def _device_communications(
-    trace: RankTrace, wire: Sequence[TraceEvent], device: Sequence[Interval]
-) -> list[Communication]:
-    """Messages that are kernels: the ranges in which they were launched tell the bucket.
+def _device_comms(trace: RankTrace, messages: Sequence[TraceEvent], device: Sequence[Interval]) -> list[CommSpan]:
+    """Return the communication of NCCL: its kernels, with phase and bucket from the range that launched them.
 
-    Exposed is the time of a message in which no other kernel runs.
+    A message's waits are the time in which no other kernel runs.
     """
-    annotations = [event for event in trace.events if event.kind == "gpu_user_annotation"]
-    named = [(match, event.span) for event in annotations if (match := _RANGE.fullmatch(event.name))]
-    communications = list[Communication]()
-    for kernel in wire:
-        found = next((match for match, span in named if span.covers(kernel.span)), None)
+    annotations = [event for event in trace.events if event.category == "gpu_user_annotation"]
+    labelled = [(label, event.span) for event in annotations if (label := Label.parse(event.name))]
+    comms = list[CommSpan]()
+    for kernel in messages:
+        label = next((label for label, span in labelled if span.covers(kernel.span)), None)
         guess = "gather" if "AllGather" in kernel.name else "reduce"
-        phase, row = (found["phase"], _row(found)) if found else (guess, "messages")
-        communications.append(Communication(phase, row, kernel.span, subtract([kernel.span], device)))
-    return communications
+        phase, row = (label.phase, _row(label)) if label else (guess, "messages")
+        comms.append(CommSpan(phase, row, kernel.span, subtract([kernel.span], device)))
+    return comms
 
 
-def _meetings(trace: RankTrace, ours: Sequence[_Named], busy: Sequence[Interval]) -> list[Interval]:
-    """When the host waited for a word from the others."""
-    waits = [event for match, event in ours if match["phase"] == "meet" and match["wait"]]
-    return [interval for wait in waits for interval in _stood_still(trace, wait, busy, [wait.span])]
+def _control_waits(trace: RankTrace, ours: Sequence[_Labelled], op_spans: Sequence[Interval]) -> list[Interval]:
+    """Return when the host waited for other ranks' used masks or status; these messages belong to no bucket."""
+    waits = [event for label, event in ours if label.phase == "control" and label.waits]
+    return [interval for wait in waits for interval in _idle_spans(trace, wait, op_spans, [wait.span])]
 
 
-def _update(match: re.Match[str], event: TraceEvent) -> Update:
-    if match["bucket"] is None:
-        return Update([], event.span)
-    last = match["last"] or match["bucket"]
-    return Update([f"bucket {bucket}" for bucket in range(int(match["bucket"]), int(last) + 1)], event.span)
+def _update(label: Label, event: TraceEvent) -> Update:
+    return Update([f"bucket {bucket}" for bucket in label.buckets], event.span)
 
 
-def _row(match: re.Match[str]) -> str:
-    return match["phase"] if match["bucket"] is None else f"bucket {match['bucket']}"
+def _row(label: Label) -> str:
+    return label.phase if label.bucket is None else f"bucket {label.bucket}"
 
 
 def _row_order(row: str) -> tuple[bool, str, int]:
     name, _, number = row.rpartition(" ")
     return (name != "bucket", name, int(number)) if number.isdigit() else (True, row, 0)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -1,8 +1,7 @@
 """One rank of a traced script: runs it as `python script.py` would, and profiles one step.
 
-`python -m zerostep.tools.tracing.worker FOLDER STEP SCRIPT [ARGUMENTS...]`. The rank's trace goes into the folder.
-After it is written the script is held, because other ranks may still need what this one has sent, until the parent lets
-go.
+`python -m zerostep.tools.tracing.worker FOLDER STEP SCRIPT [ARGUMENTS...]` writes the rank's trace into the folder. It
+then blocks until the parent closes the pipe at standard input: other ranks may still receive what this one has sent.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zerostep.tools.tracing.events import MARK
+from zerostep.step.labels import end_of_step, in_backward
 
 __all__ = ["StepCounter", "main", "trace_file"]
 
 _OUTSIDE = ("zerostep.tools.tracing", "zerostep.tools.demo")
-_IN_BACKWARD = "zerostep.step.overlap_pipeline"
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank puts its trace."""
+    """Return the path of a rank's trace."""
     return folder / f"rank{rank}.json"
 
 
 class StepCounter:
-    """Counts the steps of the first optimizer that the script steps; optimizers inside of others do not count.
+    """Counts the steps of the first optimizer that the script steps, and profiles the wanted one.
 
-    Profiles from the call of the step before the wanted one, so that what it sends is seen to set out. A step inside
-    backward is no call of the script's: it ends where the next forward pass begins.
+    Optimizers inside of others do not count. The profile starts with the call of the step before, so that it contains
+    the launches of that step's messages. A step inside backward is no call of the script: it ends where the next
+    forward pass begins.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -49,11 +48,10 @@ class StepCounter:
         self._profile: Any = None
 
     def before(self, optimizer: Any, *_: Any) -> None:
-        """A step begins."""
-        caller = _caller() if self._clock is None else None
-        if caller == _IN_BACKWARD:
+        """Hook before every optimizer step of the process."""
+        if self._clock is None and in_backward():
             self._note_step_in_backward()
-        if self._clock is None and caller is None:
+        elif self._clock is None and not _is_inner_step():
             self._clock = id(optimizer)
         if id(optimizer) == self._clock:
             self._depth += 1
@@ -61,21 +59,21 @@ class StepCounter:
                 self._start()
 
     def after(self, optimizer: Any, *_: Any) -> None:
-        """A step has ended."""
+        """Hook after every optimizer step of the process."""
         if id(optimizer) == self._clock:
             self._depth -= 1
             if not self._depth:
                 self._count()
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """A module is called; DDP's, after a step inside backward, begins the next one."""
+        """Hook before every module's forward; DDP's, after a step inside backward, begins the next step."""
         if self._steps_in_backward and isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
             if self.steps == self._wanted - 2:
                 self._start()
             self._end_step_in_backward()
 
     def end_of_script(self) -> None:
-        """A step inside backward that no forward pass follows has ended, too; a profile without its step is dropped."""
+        """Count a last step inside backward, which no forward pass follows; stop a profile whose step did not come."""
         if self._steps_in_backward:
             self._end_step_in_backward()
         if self._profile is not None:
@@ -83,7 +81,7 @@ class StepCounter:
 
     @property
     def _steps_in_backward(self) -> bool:
-        """Whether one has been made and not counted; a script that calls some step() is counted by that."""
+        """Whether a step inside backward is not counted yet; a script that calls step() is counted by its calls."""
         return bool(self._in_backward) and self._clock is None
 
     def _end_step_in_backward(self) -> None:
@@ -96,36 +94,37 @@ class StepCounter:
         self._in_backward = True
 
     def _start(self) -> None:
-        # What is inside backward is updated and sent by a thread that was there before the profile. Elsewhere one
-        # thread is enough, and messages that outlive the profile must not be in it.
+        # A step inside backward runs on a thread that is older than the profile. Otherwise this thread is enough, and
+        # messages on others that outlive the profile must not be in it.
         everywhere = _ExperimentalConfig(profile_all_threads=self._in_backward is not None)
         self._profile = profile(activities=_activities(), experimental_config=everywhere)
         self._profile.start()
 
     def _count(self) -> None:
         self.steps += 1
-        with record_function(f"{MARK}{self.steps}"):
+        with record_function(end_of_step(self.steps)):
             pass
         if self.steps == self._wanted:
             self._write()
 
     def _write(self) -> NoReturn:
         self._profile.stop()
+        # The parent polls for the path, so the file must be complete when it gets that name.
         draft = self._path.with_suffix(".part")
         self._profile.export_chrome_trace(str(draft))
         draft.replace(self._path)
         _hold()
 
 
-def _caller() -> str | None:
-    """The module of this library that makes a step: an inner one, or one of those by which it learns about a class."""
+def _is_inner_step() -> bool:
+    """Return whether this library makes the step: of an inner optimizer, or of a trial that shows what a class does."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("zerostep.") and not name.startswith(_OUTSIDE):
-            return name
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("zerostep.") and not module.startswith(_OUTSIDE):
+            return True
         frame = frame.f_back
-    return None
+    return False
 
 
 def _activities() -> list[ProfilerActivity]:
@@ -133,7 +132,7 @@ def _activities() -> list[ProfilerActivity]:
 
 
 def _hold() -> NoReturn:
-    """Until the parent closes its end of the pipe, or is gone; then leave without asking anyone."""
+    """Block until the parent closes the pipe or dies; then exit without handlers, which may wait for other ranks."""
     sys.stdout.flush()
     while os.read(0, 1):
         pass
@@ -141,7 +140,7 @@ def _hold() -> NoReturn:
 
 
 def main() -> None:
-    """Run the script; the number of steps it made is left behind if they were too few."""
+    """Run the script; if it ends before the wanted step, write the number of its steps beside the trace."""
     folder, step, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
     counter = StepCounter(int(step), trace_file(Path(folder), rank))
