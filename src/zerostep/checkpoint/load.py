@@ -56,8 +56,7 @@ def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None =
     view.saves.finish()
     with agreed(everyone) as agreement:
         manifest = read_manifest(source)
-        agreement.facts = [Fact("the checkpoint", f"{source.name!r}, {manifest.id}")]
-        agreement.remedy = _REMEDY
+        agreement.compare([Fact("the checkpoint", f"{source.name!r}, {manifest.id}")], _REMEDY)
     with agreed(everyone):
         # Each rank verifies some of the files; `agreed` makes a failure one of all ranks.
         files = range(everyone.rank, len(manifest.files), everyone.world_size)
@@ -196,5 +195,5 @@ def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None
     with agreed(transport) as agreement:
         checkpoint = newest(Path(os.path.abspath(root)))
         description = "none" if checkpoint is None else f"{checkpoint[0].name!r}, {checkpoint[1].id}"
-        agreement.facts, agreement.remedy = [Fact("the newest checkpoint", description)], _REMEDY
+        agreement.compare([Fact("the newest checkpoint", description)], _REMEDY)
     return None if checkpoint is None else checkpoint[0]

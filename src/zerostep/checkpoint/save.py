@@ -86,7 +86,7 @@ def save(
         extra_text = _extra_text(extra, view.everyone.world_size)
         # Copied before this returns: the next step changes the live tensors while the background thread writes.
         content = content if wait else content.to_host()
-        agreement.facts, agreement.remedy = _facts(view, content, wait), _REMEDY
+        agreement.compare(_facts(view, content, wait), _REMEDY)
     extras = gather_object(view.everyone, lambda: extra_text, 0)
     if wait:
         _write(view.everyone, content, extras)

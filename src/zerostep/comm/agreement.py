@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -44,12 +44,16 @@ class Fact:
     value: str
 
 
-@dataclass
 class Agreement:
-    """The facts of this rank, filled in inside the block of `agreed`; `remedy` ends the error if they differ."""
+    """The facts of this rank, given inside the block of `agreed`."""
 
-    facts: list[Fact] = field(default_factory=list)
-    remedy: str = _REMEDY
+    def __init__(self) -> None:
+        self.facts: Sequence[Fact] = ()
+        self.remedy = _REMEDY
+
+    def compare(self, facts: Sequence[Fact], remedy: str = _REMEDY) -> None:
+        """Compare these facts at the end of the block; `remedy` ends the error if they differ."""
+        self.facts, self.remedy = facts, remedy
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -
     """Encode a value; if that fails on one rank, all ranks raise before any data is sent."""
     with agreed(transport) as agreement:
         packed = pack(make())
-        agreement.facts = [Fact("where the values go", target)]
+        agreement.compare([Fact("where the values go", target)])
     return packed
 
 

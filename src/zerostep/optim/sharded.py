@@ -116,7 +116,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.everyone) as agreement:
             self._build(params)
-            agreement.facts = [*self._facts(), Fact("verify", repr(verify))]
+            agreement.compare([*self._facts(), Fact("verify", repr(verify))])
         self._start()
         if verify:
             steps = _VERIFIED_STEPS if verify is True else verify
@@ -213,7 +213,7 @@ class ShardedOptimizer(PartitionedOptimizer):
                 reduction = self._running.engine.reduction
                 passes = reduction.passes + bool(reduction.open)
                 fact = Fact("the number of backward passes since the last step", str(passes))
-                agreement.facts, agreement.remedy = [fact, *self._facts()], _ADDING
+                agreement.compare([fact, *self._facts()], _ADDING)
         except Exception:
             del self.param_groups[before[0] :]
             self._layout = before[1]

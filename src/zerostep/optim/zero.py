@@ -97,7 +97,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             if problem is not None:
                 raise problem
             self._build(groups, optimizer_class, defaults)
-            agreement.facts = self._facts()
+            agreement.compare(self._facts())
         self._prepare_memory()
         self.initialized = True
 
@@ -285,7 +285,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         try:
             with agreed(self._transport) as agreement:
                 self._append_group(param_group)
-                agreement.facts = self._facts()
+                agreement.compare(self._facts())
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
