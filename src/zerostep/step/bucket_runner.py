@@ -46,7 +46,7 @@ class ThreadRunner:
 
     def __init__(self, device: torch.device) -> None:
         self._side = _Side(device)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-lane")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-buckets")
         finalize(self, self._thread.shutdown, wait=False)
 
     def run(self, task: Task) -> Future[Tensor]:
