@@ -284,8 +284,8 @@ class Engine:
     def _exchange_used_mask(self) -> None:
         self.wait_used_mask()
         self._used_elsewhere = set()
-        params, reduction = self.buckets.params, self.reduction
-        used = [index in reduction.used for index in range(len(params))]
+        params, reduction, own = self.buckets.params, self.reduction, self.reduction.used
+        used = [index in own for index in range(len(params))]
         with self._timer.phase("control"):
             pending = self._control.start_all_gather_ints([reduction.passes, *pack_mask(used)])
         complete = all(flag or not param.requires_grad for flag, param in zip(used, params, strict=True))
