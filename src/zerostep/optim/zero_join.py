@@ -93,7 +93,7 @@ class ZeroJoin:
             yield True
 
     def send_leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
+        """Send the last message: this rank has left the context."""
         self._exchange(_LEFT)
 
     def _shard(self) -> Sequence[Tensor]:
@@ -109,8 +109,8 @@ class ZeroJoin:
 class ZeroShadow:
     """What the join hook does to its optimizer.
 
-    `holds` tells whether a DDP module trains the optimizer's parameters; `hand_over` lets it announce iterations, and
-    is true if that was the optimizer's duty; `leave` ends the context.
+    `holds` is whether a DDP module trains the optimizer's parameters. `hand_over` lets it announce iterations, and
+    returns whether the optimizer did so before. `leave` ends the context.
     """
 
     step: Callable[[], None]
