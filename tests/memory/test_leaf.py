@@ -119,7 +119,7 @@ def test_a_split_keeps_the_state() -> None:
         (leaf,), shard = _leaves(_loose(3, 4, 5))
         inners = InnerOptimizers([{"params": []}], [[leaf.tensor]], optim.AdamW, {"lr": 0.1})
         _step(leaf.tensor, 1.0)
-        inners.begin().step([leaf])
+        inners.begin().step([(leaf.group, leaf.tensor)])
         leaves = [leaf]
         if apart:
             leaves = split(leaf)
@@ -127,7 +127,7 @@ def test_a_split_keeps_the_state() -> None:
             assert inners.state(leaf) is None
         for each in leaves:
             _step(each.tensor, -0.5)
-        inners.begin().step(leaves)
+        inners.begin().step((each.group, each.tensor) for each in leaves)
         found.append(shard)
     assert torch.equal(found[0], found[1])
 
@@ -136,11 +136,11 @@ def test_after_a_split_counters_go_separate_ways() -> None:
     (leaf,), _ = _leaves(_loose(3, 4))
     inners = InnerOptimizers([{"params": []}], [[leaf.tensor]], optim.Adam, {"lr": 0.1})
     _step(leaf.tensor, 1.0)
-    inners.begin().step([leaf])
+    inners.begin().step([(leaf.group, leaf.tensor)])
     parts = split(leaf)
     inners.replace(leaf, parts)
     _step(parts[0].tensor, 1.0)
-    inners.begin().step(parts[:1])
+    inners.begin().step([(parts[0].group, parts[0].tensor)])
     states = [inners.state(part) for part in parts]
     assert [state["step"].item() for state in states if state is not None] == [2.0, 1.0]
 

@@ -49,7 +49,7 @@ class Shard:
         """The part of the flat tensor that this rank owns."""
         return self.memory[self._owned.start : self._owned.stop]
 
-    def follow(self) -> None:
+    def sync_with_params(self) -> None:
         """Take over what the user did to the parameters since the last step.
 
         Parameters whose `.data` was bound to other memory are bound back, and values that were set go to the masters.
@@ -76,7 +76,7 @@ class Shard:
                 "shapes, dtype and device"
             )
 
-    def publish(self) -> None:
+    def copy_masters_to_params(self) -> None:
         """Copy the masters into the owned part of the parameters."""
         if self.master is not None:
             self.owned.copy_(self.master)

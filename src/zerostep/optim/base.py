@@ -1,7 +1,13 @@
-"""What both optimizers share: state dicts of an optimizer whose state is divided among ranks."""
+"""The common base of both optimizers: state dicts of an optimizer whose state is divided among ranks.
+
+`torch.distributed.checkpoint` must not handle such an optimizer by itself. It takes an optimizer without state on this
+rank for a new one, and makes state by a step of its own, which may wait for other ranks for ever; and it takes the
+state dict of each rank for the whole.
+"""
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from typing import Any, NoReturn
 
@@ -10,12 +16,13 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from zerostep.optim.dcp_guard import ADVICE, refuse_dcp
 from zerostep.plan.groups import all_params
 from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
 
-__all__ = ["PartitionedOptimizer"]
+__all__ = ["PartitionedOptimizer", "refuse_dcp"]
+
+_DCP_ADVICE = "give zerostep.dcp_state(optimizer) to torch.distributed.checkpoint's save and load"
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -42,7 +49,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     @abstractmethod
     def _consolidated(self) -> StateDict:
-        """What was collected, as one state dict."""
+        """The collected parts as one state dict."""
 
     @abstractmethod
     def _load_whole(self, state_dict: StateDict) -> None:
@@ -66,22 +73,22 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def state_dict(self) -> StateDict:
         """The whole state in `torch.optim`'s own format, on the recipient of the latest consolidation.
 
-        Local: it never communicates. Before the first step there is no state yet, and any rank may ask.
+        Local: it never communicates. Before the first step there is no state yet, and any rank may call it.
         """
         refuse_dcp(type(self).__name__)
         self._check_usable()
         if not self._all_state_dicts and self._has_state:
             raise RuntimeError(
                 f"the optimizer state has not been consolidated on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {ADVICE}"
+                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {_DCP_ADVICE}"
             )
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        found = self._consolidated()
+        state_dict = self._consolidated()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, found)
-            found = found if replaced is None else replaced
-        return found
+            replaced = post_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take this rank's part of a full state dict, whatever optimizer or world size it comes from.
@@ -89,11 +96,11 @@ class PartitionedOptimizer(Optimizer, Joinable):
         Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was. The
         argument is neither changed nor shared.
         """
-        found = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, found)
-            found = found if replaced is None else replaced
-        self._load_whole(found)
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self._load_whole(state_dict)
         self._all_state_dicts = []
         self._health.mark_recovered()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -119,4 +126,17 @@ class PartitionedOptimizer(Optimizer, Joinable):
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it belongs to a process group and to this rank's "
             "parameters. Build a new one and pass state_dict() to its load_state_dict()"
+        )
+
+
+def refuse_dcp(class_name: str) -> None:
+    """Raise if the caller of the function that calls this one is part of `torch.distributed.checkpoint`.
+
+    That depends on nothing that ranks do not share, so all ranks raise, before anything has changed.
+    """
+    module = sys._getframe(2).f_globals.get("__name__", "")
+    if module == "torch.distributed.checkpoint" or module.startswith("torch.distributed.checkpoint."):
+        raise RuntimeError(
+            f"torch.distributed.checkpoint cannot handle a {class_name} by itself, for every rank has another part of "
+            f'its state: {_DCP_ADVICE}, as in dcp.save({{"optim": zerostep.dcp_state(optimizer)}}, checkpoint_id=path)'
         )

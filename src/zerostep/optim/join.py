@@ -46,13 +46,13 @@ class JoinShadow(JoinHook):
         self._thread.shutdown(wait=True)
 
     def _leave_once(self) -> None:
-        # Every rank sends exactly one last message: its oldest shadow that no live rank answered, or this one.
+        # Every rank sends exactly one last message: that of its oldest shadow which found no live rank, or this one.
         if not self._over:
             self._send_leave()
 
     @abstractmethod
     def _send_leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
+        """Send the last message: this rank has left the context."""
 
     def _raise_errors(self) -> None:
         shadows, self._shadows = self._shadows, [shadow for shadow in self._shadows if not shadow.done()]

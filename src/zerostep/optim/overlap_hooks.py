@@ -1,8 +1,8 @@
 """The optimizer step inside backward: two DDP communication hooks, with torch's names and arguments.
 
-Both wrap another hook, which reduces the gradients. As soon as a bucket is reduced, its owners update their parameters
-and send them to everyone, and when `backward()` returns, all ranks hold the new parameters. The two differ in when
-that happens: after the last bucket, or bucket by bucket while backward is still computing the others.
+Both wrap another hook, which reduces the gradients of a bucket. Then the owners update their parameters in it and send
+them to all ranks, so that all ranks have the new parameters when `backward()` returns. One hook does that after the
+last bucket, the other bucket by bucket while backward computes the next ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.optim.zero import ZeroRedundancyOptimizer
-from zerostep.step.bucket_runner import BucketRunner, StreamRunner, ThreadRunner
-from zerostep.step.ddp_hook import after_backward, never_raising
+from zerostep.step.bucket_runner import BucketRunner
+from zerostep.step.ddp_hook import after_backward, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.overlap_pipeline import ArrivedBucket
 from zerostep.step.overlap_state import OverlapState
 
@@ -31,15 +31,15 @@ Reduction = tuple[ArrivedBucket, Future[Tensor]]
 def hook_with_zero_step(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """A DDP communication hook that updates and gathers all buckets once the last one is there.
+    """A DDP communication hook that updates and gathers all buckets once the last one has arrived.
 
     Arguments:
         hook: the hook that reduces gradients, e.g. torch's `allreduce_hook`; it may reduce in place or return its
             result in new memory.
         ddp: the module on which the returned hook is registered.
         zero: an optimizer over the module's parameters, built with `overlap_with_ddp=True`.
-        shard_buckets: accepted for compatibility and without effect: who owns which parameter is settled when the
-            optimizer is built, and never depends on DDP's buckets.
+        shard_buckets: accepted for compatibility and without effect: the owners of parameters are chosen when the
+            optimizer is built, and never depend on DDP's buckets.
     """
     overlap = _Overlap(ddp, zero)
     waiting: list[Reduction] = []
@@ -72,18 +72,18 @@ def hook_with_zero_step_interleaved(
 
 
 class _Overlap:
-    """What one DDP module and one optimizer share."""
+    """One DDP module together with one optimizer."""
 
     def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> None:
         self._state = _checked_state(ddp, zero)
-        self._zero = zero  # the state holds its optimizer weakly
+        self._zero = zero  # keeps it alive: the state holds its optimizer weakly
         device, transport = zero.join_device, self._state.transport
         self._control = transport.companion()
         ordered = transport.stream_ordered(device)
-        # In stream order one group is enough, and two are not safe. Where hosts wait, a group of our own lets our
-        # messages run beside DDP's.
+        # In stream order one process group is enough, and two may deadlock, because ranks may run their kernels in
+        # different orders. Where hosts wait, a group of our own lets our messages run beside DDP's.
         self._transport = transport if ordered else self._control
-        self._runner: BucketRunner = StreamRunner(device) if ordered else ThreadRunner(device)
+        self._runner = BucketRunner(device, ordered)
         self._ddp = ref(ddp)
         self._refusal: Exception | None = None
         ddp.register_forward_pre_hook(self._before_forward)
@@ -94,33 +94,28 @@ class _Overlap:
             self._state.refuse_changed_parameters()
 
     def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
-        """Start the reduction of a bucket with the wrapped hook; on the thread of backward."""
+        """Start the reduction of a bucket with the wrapped hook; runs on the thread of backward."""
         if bucket.index() == 0:
             self._refusal = self._begin()
         if self._refusal is not None:
             raise self._refusal
-        arrived = self._state.arrive(bucket, self._is_used if self._may_be_unused() else None)
+        arrived = self._state.arrive(bucket, self._is_used if may_be_unused(self._ddp()) else None)
         return arrived, never_raising(lambda: hook(state, bucket))
 
     def _begin(self) -> Exception | None:
-        """What speaks against this iteration, with all its buckets."""
+        """The error that all buckets of this iteration raise, if it must not go on."""
         try:
             self._state.begin()
         except Exception as error:
             return error
         return None
 
-    def _may_be_unused(self) -> bool:
-        """Whether DDP allows parameters to get no gradient. A static graph may be declared late."""
-        ddp = self._ddp()
-        return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
-
     def _is_used(self, param: Tensor) -> bool:
-        """Whether this rank has a gradient for a parameter: what decides for an ordinary optimizer, too."""
-        if torch._C._current_graph_task_id() != -1:
-            return param.grad is not None
-        # The shadow pass of a joined rank, outside of backward: for DDP, such a rank goes on using what was used last.
-        return self._state.was_used(param)
+        """Whether this rank has a gradient for a parameter.
+
+        In the shadow pass of a joined rank, it counts as used what was used last, as in DDP.
+        """
+        return param.grad is not None if in_backward_pass() else self._state.was_used(param)
 
     def pass_on(self, reduction: Reduction) -> Future[Tensor]:
         """The gradients of a bucket, for DDP; if their reduction fails, the error is raised with the last bucket."""
@@ -135,13 +130,14 @@ class _Overlap:
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
         for arrived, future in reductions:
+            # Does not stop backward: it waits on the runner's thread, or only on the runner's stream.
             reduced = _outcome(future)
             self._state.process(arrived, reduced, self._transport, self._control)
         return _gradients(arrived, reduced)
 
 
 def _outcome(future: Future[Tensor]) -> Tensor | Exception:
-    """What the wrapped hook has made of a bucket."""
+    """The reduced bucket, or the error of the wrapped hook."""
     try:
         value = future.wait()
     except Exception as error:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,8 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import Fact, agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
-from zerostep.optim.base import PartitionedOptimizer
-from zerostep.optim.dcp_guard import refuse_dcp
+from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
+from zerostep.optim.closures import evaluated
 from zerostep.optim.sharded_join import JoinProtocol, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
@@ -44,6 +43,7 @@ from zerostep.step.labels import PhaseTimer
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
+from zerostep.step.weak import weakly
 
 __all__ = ["ShardedOptimizer"]
 
@@ -256,16 +256,13 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         A closure is evaluated once, first; returns what it returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        closure = evaluated(closure)
         if self._join is not None and self._join_config.enable:
             self._check_order()
             self._join.step()
         self._running.run(joining=self._join_config.enable)
         self._has_state = True
-        return loss
+        return None if closure is None else closure()
 
     def synchronize(self) -> None:
         """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
@@ -388,7 +385,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             self._join = JoinProtocol(self, self._running, self.param_groups, in_ddp, self._ranks.everyone)
         self._running.engine.enter_join(self._join.active, None if in_ddp else self._join.backward)
         self._join_contexts += 1
-        return ShardedJoinHook(self._join, partial(_leave_join_context, ref(self), self._join_contexts))
+        return ShardedJoinHook(self._join, partial(weakly(self._leave_join_context), self._join_contexts))
 
     def _check_order(self) -> None:
         if self._ddp is not None and self._join_config.is_first_joinable:
@@ -424,12 +421,6 @@ class ShardedOptimizer(PartitionedOptimizer):
             state_bytes=self._state.nbytes(),
             wait_seconds=self._timer.wait_seconds,
         )
-
-
-def _leave_join_context(optimizer: ref[ShardedOptimizer], number: int) -> None:
-    target = optimizer()
-    if target is not None:
-        target._leave_join_context(number)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:

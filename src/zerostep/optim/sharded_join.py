@@ -119,7 +119,7 @@ class JoinProtocol:
         return events[rank]
 
     def send_leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
+        """Send the last message: this rank has left the context."""
         self._exchange(JoinEvent(LEFT))
 
     @contextmanager

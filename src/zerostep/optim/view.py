@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,21 +18,10 @@ from zerostep.state.param_state import ParamState, SavedState
 __all__ = ["OptimizerView", "Restore", "view_of"]
 
 
-class Restore(Protocol):
-    """Reads all saved state that this rank needs, and returns a function that then replaces state and options.
-
-    An error while reading leaves the state as it was; one in the returned function may leave it half replaced.
-    """
-
-    def __call__(
-        self,
-        saved: Mapping[int, SavedState],
-        global_state: Mapping[str, Any],
-        options: Sequence[Group],
-        step: int,
-        /,
-    ) -> Callable[[], None]:
-        """Read now; the returned function replaces."""
+# Called with the saved state by parameter, the global state, the options of the groups and the step. Reads all saved
+# state that this rank needs, and returns a function that then replaces state and options. An error while reading leaves
+# the state as it was; one in the returned function may leave it half replaced.
+Restore = Callable[[Mapping[int, SavedState], Mapping[str, Any], Sequence[Group], int], Callable[[], None]]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""`ZeroRedundancyOptimizer`: torch's face of the engine. Changing the import is the whole migration.
+"""`ZeroRedundancyOptimizer`: a drop-in for torch's class of that name.
 
-Every rank updates the parameters it owns with an ordinary torch optimizer and sends them to the others. Gradients
-are reduced by DDP, or by whoever else the user trusts with them.
+Every rank updates the parameters it owns with an ordinary torch optimizer and sends them to the others. Gradients are
+reduced before `step()`, by DDP or by the user.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,8 @@ from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.transport import BucketMemory, Transport, connect
 from zerostep.memory.bucket_memory import make_bucket_memories
-from zerostep.optim.base import PartitionedOptimizer
+from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
-from zerostep.optim.dcp_guard import refuse_dcp
 from zerostep.optim.view import OptimizerView
 from zerostep.optim.zero_join import ZeroJoin, ZeroJoinHook, ZeroShadow
 from zerostep.optim.zero_state import ZeroState
@@ -38,6 +36,7 @@ from zerostep.step.health import Health
 from zerostep.step.labels import label_range
 from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapHost, OverlapState
+from zerostep.step.weak import weakly
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -51,7 +50,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     Arguments:
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. All ranks must pass the
-            same, in the same order; they compare notes and raise if they differ.
+            same, in the same order; all raise if they differ.
         optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
         process_group: the ranks to divide the state among; the whole world if not given.
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
@@ -74,7 +73,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        groups, problem = _attempt(params)
+        groups, error = _normalised(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
         self._saves = BackgroundSaves(self._transport)
         self.initialized = False
@@ -94,8 +93,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._steps, self._has_state = 0, False
         self._health = Health()
         with agreed(self._transport) as agreement:
-            if problem is not None:
-                raise problem
+            if error is not None:
+                raise error
             self._build(groups, optimizer_class, defaults)
             agreement.compare(self._facts())
         self._prepare_memory()
@@ -111,18 +110,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self.defaults = {**self.optim.defaults, **defaults}
         copy_options(self.optim.param_groups, self.param_groups)
         if self._overlap_with_ddp:
-            self._step_supports_amp_scaling = True  # so that GradScaler comes to step() to be refused
+            self._step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses it
             if self.parameters_as_bucket_view:
                 logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
 
-    # ------------------------------------------------------------------ what is where
+    # ------------------------------------------------------------------ state and owners
 
     @property
     def state(self) -> Any:
         """The live state of this rank's shard, keyed by the user's parameters.
 
-        It is the inner optimizer's own mapping, or in overlap mode, where that one is keyed by leaves, one with the
-        same entries.
+        It is the inner optimizer's own mapping. In overlap mode, where that one is keyed by leaves, it is another
+        mapping with the same entries.
         """
         refuse_dcp("ZeroRedundancyOptimizer")
         inner = self.__dict__.get("optim")
@@ -138,7 +137,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     @property
     def _owners(self) -> Ownership:
         if self._ownership is None:
-            # Inside backward, neighbours travel together.
+            # In overlap mode in the order of parameters, so that a bucket of DDP has few owners and messages.
             self._ownership = Ownership(self.param_groups, self.world_size, in_order=self._overlap_with_ddp)
         return self._ownership
 
@@ -155,21 +154,21 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._owners.rank_of
 
     def _clear_cache(self) -> None:
-        """Forget who owns what; also for callers that edit `param_groups` in place."""
+        """Plan the owners anew; also for callers that edit `param_groups` in place."""
         self._ownership = None
 
     def _partition_parameters(self) -> list[list[Group]]:
-        """For every rank its share of every group, as copies of the groups with fewer parameters."""
-        return [self._owners.share(rank) for rank in range(self.world_size)]
+        """For every rank, copies of all groups with the parameters that it owns."""
+        return [self._owners.groups_of(rank) for rank in range(self.world_size)]
 
     def _inner_groups(self) -> list[Group]:
-        """This rank's share of every group, as the inner optimizer holds it."""
-        groups = self._owners.share(self.rank)
+        """All groups with the parameters that this rank owns, or in overlap mode with their leaves."""
+        groups = self._owners.groups_of(self.rank)
         return groups if self._overlap_state is None else self._overlap_state.leaves(groups)
 
     @property
     def _inner_index(self) -> dict[Tensor, int]:
-        """Global index by the tensors that the inner optimizer holds."""
+        """The index of each tensor that the inner optimizer holds."""
         if self._overlap_state is None:
             return self._param_to_index
         return {self._overlap_state.leaf_of(param): index for param, index in self._param_to_index.items()}
@@ -177,17 +176,17 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     # ------------------------------------------------------------------ one step
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Update this rank's shard with the inner optimizer, then bring all parameters to all ranks.
+        """Update this rank's shard with the inner optimizer, then send all parameters to all ranks.
 
-        Whatever is passed as `closure`, if not `None`, and all other keywords reach the inner optimizer's `step`
-        untouched. Returns what that returns.
+        `closure`, if not `None`, and all other keywords are passed to the inner optimizer's `step`. Returns what that
+        returns.
         """
         self._check_usable()
         if self._overlap_state is not None:
             return self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
         joining = self._join if self._join_config.enable else None
         if joining is not None:
-            # First the closure: in it, a DDP module may take over the announcement of this iteration.
+            # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)
             Join.notify_join_context(self)
             joining.lend()
@@ -215,15 +214,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return loss
 
     def _sync_params(self) -> None:
-        """The second half of a step: every owner's parameters to all ranks."""
+        """The second half of a step: send every owner's parameters to all ranks."""
         statuses = self._gather(_UPDATED)
         failed = [rank for rank, status in enumerate(statuses) if status != _UPDATED]
         if failed:
             raise self._fail(
                 f"rank {failed[0]} failed in its local update, so its parameters are those of the step before"
             )
-        self._steps += 1
-        self._has_state = True
+        self._steps, self._has_state = self._steps + 1, True
 
     def _gather(self, status: int) -> list[int]:
         try:
@@ -234,12 +232,12 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     @contextmanager
     def _failing_together(self, closure: Any) -> Iterator[None]:
-        """An error in the local update of one rank ends the step of all ranks, where hosts meet in the exchange."""
+        """An error in one rank's local update ends the step of all, where hosts wait for each other in a gather."""
         versions = [param._version for param in all_params(self.optim.param_groups)] if closure is not None else []
         try:
             yield
         except Exception as error:
-            # A closure may fail on one rank alone, while the others wait inside theirs: nobody would come to meet.
+            # A closure may fail on one rank alone, while the others wait in theirs: a gather would wait for ever.
             in_closure = raised_in(closure, error)
             if not in_closure and self._active_transport.exchanges_status(self._bucket_memories):
                 logger.error("the local update failed on rank %d: %s", self.rank, error)
@@ -251,10 +249,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             raise
 
     def _fail(self, description: str) -> RuntimeError:
-        """Parameters and state no longer belong to one step: refuse to go on; the error to raise."""
+        """Refuse further steps, because parameters and state are from different ones; the error to raise."""
         return self._health.mark_broken(f"step {self._steps + 1} failed on rank {self.rank}: {description}")
 
-    # ------------------------------------------------------------------ memory follows the parameters
+    # ------------------------------------------------------------------ changed parameters, new groups
 
     def _prepare_memory(self) -> None:
         owners = self._prepared = self._owners
@@ -265,13 +263,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._bucket_memories = make_bucket_memories(owners.layout, owners.params, as_views, self._bucket_memories)
 
     def _follow_parameters(self) -> None:
-        """Notice what the user did to the parameters since the last step."""
+        """Check shapes, and plan anew if the user froze, unfroze, moved or cast parameters since the last step."""
         owners = self._owners
         owners.check_shapes()
-        frozen_or_not = owners.trainability_changed()
-        if frozen_or_not:
+        trainability_changed = owners.trainability_changed()
+        if trainability_changed:
             logger.warning("requires_grad of some parameters changed: what each rank sends is planned anew")
-        if frozen_or_not or owners.moved():
+        if trainability_changed or owners.moved():
             self._clear_cache()
         if self._owners is not self._prepared:
             self._prepare_memory()
@@ -327,26 +325,25 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._overlap_state
 
     def _overlap_host(self) -> OverlapHost:
-        # Held weakly: this optimizer holds the overlap state, and must go with its last reference.
+        # Weakly: this optimizer holds the overlap state, and a cycle would keep both alive until a collection.
         return OverlapHost(
             self._transport,
-            owners=_weakly(self._current_owners),
-            check_usable=_weakly(self._check_usable),
+            owners=weakly(self._current_owners),
+            check_usable=weakly(self._check_usable),
             raise_if_save_failed=self._saves.raise_if_failed,
-            fail=_weakly(self._fail),
-            step_done=_weakly(self._end_step_in_backward),
+            fail=weakly(self._fail),
+            step_done=weakly(self._end_step_in_backward),
         )
 
     def _current_owners(self) -> Ownership:
         return self._owners
 
     def _end_step_in_backward(self) -> None:
-        self._steps += 1
-        self._has_state = True
+        self._steps, self._has_state = self._steps + 1, True
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:
-        """Overlap mode is ready from the start; kept for callers that ask."""
+        """Does nothing: overlap mode is ready from the start. Kept for callers of torch's method."""
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -425,7 +422,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             leave=self._leave_join_context,
             device=lambda: self.join_device,
         )
-        # Kept: after a context that was left by an error, a rank that saw no forward pass in it still has to hand over.
+        # Kept alive: a rank that saw no forward pass in a context that an error ended must still hand over.
         self._join_hook = ZeroJoinHook(shadow, self._join)
         return self._join_hook
 
@@ -462,34 +459,19 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
 
 def _broadcast_object(
-    obj: Any,
-    src_rank: int,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
+    obj: Any, src_rank: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Any:
     """Send a nested value of tensors and plain data from world rank `src_rank` to all ranks of `group`.
 
     The source gets `obj` back; the others get a copy with its tensors on `device`.
     """
-    found = group if group is not None else dist.group.WORLD
-    assert found is not None
-    return broadcast_object(connect(found), obj, dist.get_group_rank(found, src_rank), torch.device(device))
+    ranks = group if group is not None else dist.group.WORLD
+    assert ranks is not None
+    return broadcast_object(connect(ranks), obj, dist.get_group_rank(ranks, src_rank), torch.device(device))
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method without keeping its object alive."""
-    weak = WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        target = weak()
-        assert target is not None, "the optimizer is gone"
-        return target(*args)
-
-    return call
-
-
-def _attempt(params: Any) -> tuple[list[Group], Exception | None]:
-    """Groups, or what is wrong with `params`: it is raised when all ranks have met."""
+def _normalised(params: Any) -> tuple[list[Group], Exception | None]:
+    """Groups, or the error in `params`: it is raised once ranks are connected, so that all of them raise."""
     try:
         return normalise(params), None
     except Exception as error:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from zerostep.comm.transport import Transport
 from zerostep.optim.join import JoinShadow, gradients_and_options, on_device, with_gradients
 from zerostep.plan.groups import Group, copy_options
 from zerostep.step.grad_snapshot import GradSnapshot
+from zerostep.step.weak import weakly
 
 __all__ = ["ZeroJoin", "ZeroJoinHook", "ZeroShadow"]
 
@@ -92,7 +93,7 @@ class ZeroJoin:
             yield True
 
     def send_leave(self) -> None:
-        """Tell the others that this rank waits for nobody any more."""
+        """Send the last message: this rank has left the context."""
         self._exchange(_LEFT)
 
     def _shard(self) -> Sequence[Tensor]:
@@ -108,8 +109,8 @@ class ZeroJoin:
 class ZeroShadow:
     """What the join hook does to its optimizer.
 
-    `holds` tells whether a DDP module trains the optimizer's parameters; `hand_over` lets it announce iterations, and
-    is true if that was the optimizer's duty; `leave` ends the context.
+    `holds` is whether a DDP module trains the optimizer's parameters. `hand_over` lets it announce iterations, and
+    returns whether the optimizer did so before. `leave` ends the context.
     """
 
     step: Callable[[], None]
@@ -126,8 +127,7 @@ class ZeroJoinHook(JoinShadow):
         super().__init__()
         self._shadow, self._join = shadow, join
         self._handed_over: tuple[DistributedDataParallel, Any] | None = None
-        see = WeakMethod(self._see_ddp)
-        self._handle = register_module_forward_pre_hook(lambda *args: (hook := see()) and hook(*args))
+        self._handle = register_module_forward_pre_hook(weakly(self._see_ddp))
         finalize(self, self._handle.remove)  # a context that is disabled, or left by an error, runs no post hook
 
     def main_hook(self) -> None:

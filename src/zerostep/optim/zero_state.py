@@ -14,7 +14,7 @@ from zerostep.plan.groups import Group, copy_options, options
 from zerostep.plan.layout import Span
 from zerostep.state.load_state_dict import local_part, validate
 from zerostep.state.param_state import MASTER, ParamState, SavedState, StateDict, flat_per_element
-from zerostep.step.inner_optimizers import commit
+from zerostep.step.inner_optimizers import replace_state
 
 __all__ = ["ZeroState"]
 
@@ -34,7 +34,7 @@ class ZeroState:
         """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
         numbers = validate(state_dict, self._groups, [self._inner] * len(self._groups), live)
         if state_dict["state"] or has_state:
-            commit(self._inner, local_part(state_dict, numbers, self._owned))
+            replace_state(self._inner, local_part(state_dict, numbers, self._owned))
         else:
             # Some launchers load what state_dict() gave before the first step; some optimizers start with state.
             copy_options(deepcopy([options(group) for group in state_dict["param_groups"]]), self._inner.param_groups)
@@ -71,7 +71,7 @@ class ZeroState:
         groups = [{**chosen, "params": members} for chosen, members in zip(options, owned, strict=True)]
 
         def apply() -> None:
-            commit(self._inner, {"state": state, "param_groups": groups}, fresh=True)
+            replace_state(self._inner, {"state": state, "param_groups": groups}, fresh=True)
             copy_options(self._inner.param_groups, self._groups)
 
         return apply

@@ -49,7 +49,7 @@ class Ownership:
         """The trainable parameters of `rank`, in the same order on all ranks."""
         return [param for param, owner in self.rank_of.items() if owner == rank and param.requires_grad]
 
-    def share(self, rank: int) -> list[Group]:
+    def groups_of(self, rank: int) -> list[Group]:
         """The groups, each with the parameters that `rank` owns, the largest first."""
         return [subgroup(group, self._owned_positions(group["params"], rank)) for group in self._groups]
 

@@ -88,7 +88,7 @@ class BucketShards:
     def follow_params(self) -> None:
         """Notice parameters that were bound to other memory, or whose values were set, since the last step."""
         for shard in self._shards.values():
-            shard.follow()
+            shard.sync_with_params()
 
     def _first_param(self, bucket: Bucket) -> Tensor:
         return self._params[bucket.slots[0].param]

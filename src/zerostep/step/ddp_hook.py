@@ -1,4 +1,4 @@
-"""What a DDP module needs of whoever sits in its hook."""
+"""Helpers for DDP communication hooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.tensors import is_dense
 
-__all__ = ["after_backward", "as_stored", "never_raising"]
+__all__ = ["after_backward", "as_stored", "in_backward_pass", "may_be_unused", "never_raising"]
 
 Future = torch.futures.Future
 
@@ -20,13 +21,23 @@ logger = logging.getLogger("zerostep")
 
 
 def never_raising(launch: Callable[[], Future[Tensor]]) -> Future[Tensor]:
-    """DDP cannot recover from an exception in a hook, but it can from one in a future."""
+    """Return the future of `launch`, or a failed one: DDP cannot recover from an exception in a hook."""
     try:
         return launch()
     except Exception as error:
         failed: Future[Tensor] = Future()
         failed.set_exception(error)  # type: ignore[arg-type]
         return failed
+
+
+def in_backward_pass() -> bool:
+    """Whether this thread runs a backward pass. DDP also calls hooks outside of one: in a joined rank's shadow pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def may_be_unused(ddp: DistributedDataParallel | None) -> bool:
+    """Whether DDP allows parameters without a gradient. Not to be cached: a static graph may be declared late."""
+    return bool(getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False))
 
 
 def after_backward(action: Callable[[], None]) -> None:
@@ -40,7 +51,10 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def as_stored(view: Tensor, param: Tensor) -> Tensor:
-    """DDP keeps a gradient in the memory order of its parameter, but shows it as if it were contiguous and real."""
+    """A gradient from a DDP bucket with the dtype, shape and strides of its parameter.
+
+    DDP stores it in the memory order of the parameter, but shows it as if it were contiguous and real.
+    """
     if param.is_complex() and not view.is_complex():
         view = view.reshape(-1).view(param.dtype)
     return view.as_strided(param.shape, param.stride()) if is_dense(param) else view

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, RLock
-from weakref import WeakMethod, ref
+from weakref import ref
 
 from torch import Tensor
 
@@ -35,7 +35,8 @@ from zerostep.step.sharded_grad import ShardedGradient
 from zerostep.step.stand_ins import StandIns
 from zerostep.step.update import Updater
 from zerostep.step.used_mask import pack_mask, union_of_masks
-from zerostep.step.whole_grads import gather_sums, owned_part, present_grads, set_whole_grads
+from zerostep.step.weak import weakly
+from zerostep.step.whole_grads import gather_sums, present_grads, set_whole_grads
 
 __all__ = ["Engine"]
 
@@ -64,10 +65,10 @@ class Engine:
         same = ranks.everyone is ranks.shards
         self._control: Exchange = self.buckets.exchanges[0] if same else connect_exchange(ranks.everyone, first)
         self._sum_replicas = ranks.replica_all_reduce(first)
-        begin = WeakMethod(self._begin_pass)  # no cycle: hooks must see this engine go when its optimizer goes
-        self.reduction = Reduction(self._plan(), self._sum_replicas, timer, lambda: _call(begin))
+        # Weakly: without a cycle, this engine goes with its optimizer, and its hooks are removed then.
+        self.reduction = Reduction(self._plan(), self._sum_replicas, timer, weakly(self._begin_pass))
         self.gathers = PendingGathers(timer)
-        self._updater = Updater(self.buckets, self.gathers, settings.gather, self._control.blocks_host, timer)
+        self._updater = Updater(self.buckets, self.reduction, self.gathers, settings, self.blocks_host, timer)
         self.grad_ops = ShardedGradOps(ref(self), self.buckets, self.reduction, ranks.shards, settings.reduction)
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._pending_mask: PendingInts | None = None
@@ -339,8 +340,7 @@ class Engine:
     def update(self, inners: InnerOptimizers) -> None:
         """Step on the owned parts, bucket by bucket, and launch their gathers; other ranks learn of a failure later."""
         chosen = self.used_buckets()
-        sums = _StepSums(self.buckets, self.reduction, self._whole)
-        failure = self._updater.update(chosen, self.reduction.used, sums, inners)
+        failure = self._updater.update(chosen, inners)
         if self._control.blocks_host:
             self._pending_status = self._control.start_all_gather_ints([failure is not None])
         self._updater.launch_late(chosen)
@@ -380,22 +380,3 @@ class Engine:
             self._stand_ins.forget_removed()
             self.grad_ops.drop_norms()
             self._passes_ended = False
-
-
-class _StepSums:
-    """The reduced gradients that an update uses."""
-
-    def __init__(self, buckets: BucketShards, reduction: Reduction, whole: bool) -> None:
-        self._buckets, self._reduction, self._whole = buckets, reduction, whole
-
-    def finish(self, bucket: int) -> None:
-        self._reduction.finish(bucket)
-
-    def owned_part(self, bucket: int) -> Tensor:
-        return owned_part(self._buckets, bucket) if self._whole else self._reduction.sums[bucket]
-
-
-def _call(method: WeakMethod[Callable[[], None]]) -> None:
-    target = method()
-    if target is not None:
-        target()

@@ -1,8 +1,8 @@
-"""Parameters on their way to everyone, and the moments at which they must have come.
+"""All-gathers of parameters that are in flight, and the hooks that wait for them in the forward pass.
 
-With `gather="forward"` the new parameters travel while the next forward pass has begun: each module waits for its own
-before it runs. For a module that is not called, because another one reads its parameters, the nearest module around it
-that is called waits instead. Who is called is learnt in the first pass; until then everything is waited for at once.
+With `gather="forward"` new parameters are sent while the next forward pass runs, and each module waits for its own
+before it runs. If a module is never called, because another one reads its parameters, the nearest enclosing module that
+is called waits instead. The first forward pass records which modules are called, and waits for everything at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
 from zerostep.comm.exchange import PendingGather
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.weak import weakly
 
 __all__ = ["ForwardHooks", "PendingGathers"]
 
@@ -29,7 +29,7 @@ class PendingGathers:
         self._in_flight: dict[int, PendingGather] = {}
 
     def add(self, bucket: int, gather: PendingGather) -> None:
-        """Remember a bucket that was launched."""
+        """Keep a launched gather, and with it the memory that it writes, until `wait`."""
         self._in_flight[bucket] = gather
 
     def wait(self, buckets: Iterable[int] | None = None) -> None:
@@ -52,16 +52,16 @@ class ForwardHooks:
         self._waits: dict[nn.Module, list[int]] | None = None
         self._before_handles: dict[nn.Module, Any] = {}
         self._handles: list[Any] = []
-        before, after, whole = WeakMethod(self._before), WeakMethod(self._after), WeakMethod(self._whole)
+        before, wait_all = weakly(self._before), weakly(self._wait_all)
         for module in root.modules():
-            # First of all hooks: others may read the parameters.
-            self._before_handles[module] = module.register_forward_pre_hook(_weakly(before), prepend=True)
-            self._handles.append(module.register_state_dict_pre_hook(_weakly(whole)))
-            self._handles.append(module.register_load_state_dict_pre_hook(_weakly(whole)))
-        self._handles.append(root.register_forward_hook(_weakly(after)))
+            # In front of the user's hooks, which may read the parameters.
+            self._before_handles[module] = module.register_forward_pre_hook(before, prepend=True)
+            self._handles.append(module.register_state_dict_pre_hook(wait_all))
+            self._handles.append(module.register_load_state_dict_pre_hook(wait_all))
+        self._handles.append(root.register_forward_hook(weakly(self._after)))
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in [*self._handles, *self._before_handles.values()]:
             handle.remove()
 
@@ -83,35 +83,24 @@ class ForwardHooks:
 
     def _learn(self) -> dict[nn.Module, list[int]]:
         """Which buckets each called module waits for; the root also for parameters that no module has."""
-        found: defaultdict[nn.Module, set[int]] = defaultdict(set)
+        waits: defaultdict[nn.Module, set[int]] = defaultdict(set)
         named = dict(self._root.named_modules())
         for name, module in named.items():
-            own = _buckets(module.parameters(recurse=False), self._bucket_of)
+            own = self._buckets(module.parameters(recurse=False))
             if own:
-                found[self._caller(name, named)] |= own
-        found[self._root] |= set(self._bucket_of.values()) - _buckets(self._root.parameters(), self._bucket_of)
-        return {module: sorted(buckets, reverse=True) for module, buckets in found.items()}
+                waits[self._caller(name, named)] |= own
+        waits[self._root] |= set(self._bucket_of.values()) - self._buckets(self._root.parameters())
+        # The order in which `Updater.launch_late` launches the gathers.
+        return {module: sorted(buckets, reverse=True) for module, buckets in waits.items()}
+
+    def _buckets(self, params: Iterable[Tensor]) -> set[int]:
+        return {self._bucket_of[param] for param in params if param in self._bucket_of}
 
     def _caller(self, name: str, named: Mapping[str, nn.Module]) -> nn.Module:
-        """The module itself if it was called, else the nearest around it that was."""
+        """The module itself if it was called, else the nearest enclosing one that was."""
         while name and named[name] not in self._called:
             name = name.rpartition(".")[0]
         return named[name]
 
-    def _whole(self, module: nn.Module, *args: Any) -> None:
+    def _wait_all(self, *args: Any) -> None:
         self._wait()
-
-
-def _weakly(method: WeakMethod[Any]) -> Callable[..., None]:
-    """A hook that does not keep the optimizer alive."""
-
-    def hook(*args: Any) -> None:
-        found = method()
-        if found is not None:
-            found(*args)
-
-    return hook
-
-
-def _buckets(params: Iterable[Tensor], bucket_of: Mapping[Tensor, int]) -> set[int]:
-    return {bucket_of[param] for param in params if param in bucket_of}

@@ -93,7 +93,7 @@ class ShardedGradOps:
     # ------------------------------------------------------------------ what torch's functions do to `.grad`
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
-        """The norm of each whole gradient; those of all parameters are found in one exchange."""
+        """The norm of each whole gradient; those of all parameters take one exchange."""
         missed = self._begin()
         if self._norms is None or self._norms[0] != norm_type:
             used = sorted(self._reduction.used)

@@ -1,6 +1,6 @@
-"""How gradients come to the engine: from autograd for a bare module, from DDP for a wrapped one."""
+"""Where the engine's gradients come from: autograd's hooks for a bare module, DDP's hook for a wrapped one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import finalize, ref
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostep.step.ddp_hook import after_backward, as_stored, never_raising
+from zerostep.step.ddp_hook import after_backward, as_stored, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.engine import Engine
+from zerostep.step.weak import weakly
 
 __all__ = ["AutogradSource", "DdpSource", "GradSource", "NoSource"]
 
@@ -19,66 +20,66 @@ Future = torch.futures.Future
 
 
 class GradSource(Protocol):
-    """Somebody who tells the engine of gradients."""
+    """Passes gradients to the engine as they are made."""
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Watch all of `params` that are trainable and not watched yet."""
+        """Hook all of `params` that are trainable and not hooked yet."""
 
 
 class NoSource:
     """DDP reduces, and the gradients are taken from `.grad`."""
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Nothing to watch."""
+        """Nothing to hook."""
 
 
-class AutogradSource:
-    """A hook on every parameter."""
+class _ParamHooks:
+    """One hook per trainable parameter, removed when the engine goes. Autograd's threads call them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = ref(engine)
+    def __init__(self, engine: Engine, register: str, call: Callable[[int], None]) -> None:
+        self._engine, self._register, self._call = ref(engine), register, weakly(call)
         self._hooked: set[int] = set()
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Hook parameters that have become trainable."""
         for index, param in enumerate(params):
             if param.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
-                handle = param.register_post_accumulate_grad_hook(partial(_arrived, self._engine, index))
+                handle = getattr(param, self._register)(partial(_call_with, self._call, index))
                 finalize(self._engine(), handle.remove)
 
 
-def _arrived(engine: ref[Engine], index: int, param: Tensor) -> None:
-    found = engine()
-    if found is not None:
-        found.arrived(index)
+def _call_with(call: Callable[[int], None], index: int, tensor: Tensor) -> None:
+    call(index)
+
+
+class AutogradSource(_ParamHooks):
+    """A hook on every parameter, called when its gradient is complete."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, "register_post_accumulate_grad_hook", engine.arrived)
 
 
 class DdpSource:
-    """DDP's communication hook: DDP says when, the layout says where."""
+    """DDP's communication hook: DDP's buckets give the moment, the layout gives the owners."""
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
         self._engine, self._ddp = ref(engine), ref(ddp)
-        self._hooked: set[int] = set()
+        self._param_hooks = _ParamHooks(engine, "register_hook", engine.before_ddp_accumulates)
         self._index_of: dict[Tensor, int] = {}
         self._absent: list[Tensor] = []
-        # The module keeps this object, the object keeps nobody.
+        # The module keeps this object alive; this object keeps neither the module nor the engine alive.
         ddp.register_comm_hook(None, self._hook)
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Watch parameters that DDP knows; it does not know those that became trainable later."""
-        for index, param in enumerate(params):
-            self._index_of[param] = index
-            if param.requires_grad and index not in self._hooked:
-                self._hooked.add(index)
-                finalize(self._engine(), param.register_hook(partial(_coming, self._engine, index)).remove)
+        """Hook trainable parameters; DDP itself ignores those that became trainable after its construction."""
+        self._index_of.update({param: index for index, param in enumerate(params)})
+        self._param_hooks.extend(params)
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return never_raising(lambda: self._take(bucket))
 
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
         engine = self._engine()
-        done: Future[Tensor] = Future()
         if engine is None:
             raise RuntimeError("the optimizer of this DDP module is gone: wrap the module anew")
         for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -91,34 +92,21 @@ class DdpSource:
         engine.reduction.copy_waiting()  # DDP reuses the memory of its buckets
         if bucket.is_last():
             absent, self._absent = self._absent, []
-            if _in_backward():
-                after_backward(partial(_placed, engine, absent))
+            if in_backward_pass():
+                after_backward(partial(_after_backward, engine, absent))
             else:
                 engine.after_ddp_backward()
+        done: Future[Tensor] = Future()
         done.set_result(bucket.buffer())
         return done
 
     def _is_used(self, param: Tensor) -> bool:
-        """Whether this rank has a gradient for a parameter."""
-        ddp = self._ddp()
-        if not (getattr(ddp, "find_unused_parameters", False) or getattr(ddp, "static_graph", False)):
-            return True
-        # Outside of backward a joined rank shadows the others, and has used nothing.
-        return _in_backward() and param.grad is not None
+        """Whether this rank has a gradient for a parameter; in the shadow pass of a joined rank it has none."""
+        return not may_be_unused(self._ddp()) or (in_backward_pass() and param.grad is not None)
 
 
-def _placed(engine: Engine, absent: Sequence[Tensor]) -> None:
-    """Where other ranks alone have a gradient, DDP has put this rank's zeros: nobody may take them for a sum."""
+def _after_backward(engine: Engine, absent: Sequence[Tensor]) -> None:
+    # DDP has set .grad to this rank's zeros where only other ranks have a gradient: they are not a sum.
     for param in absent:
         param.grad = None
     engine.after_ddp_backward()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _coming(engine: ref[Engine], index: int, grad: Tensor) -> None:
-    found = engine()
-    if found is not None:
-        found.before_ddp_accumulates(index)

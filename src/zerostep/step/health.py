@@ -6,7 +6,7 @@ __all__ = ["Health"]
 
 
 class Health:
-    """Remembers a step that failed half-way; every public method that relies on the state asks it first."""
+    """Remembers a step that failed half-way; every public method that relies on the state calls `check` first."""
 
     def __init__(self) -> None:
         self._failure: str | None = None

@@ -1,8 +1,8 @@
-"""The inner optimizers: ordinary torch optimizers, one for each class that the groups name, over this rank's leaves."""
+"""The inner optimizers: ordinary torch optimizers over this rank's leaves, one per optimizer class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch.optim import Optimizer
 from zerostep.memory.leaf import Leaf, clone_scalars, view_state
 from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
 
-__all__ = ["InnerOptimizers", "PartialSteps", "commit"]
+__all__ = ["InnerOptimizers", "PartialSteps", "replace_state"]
 
 StateDict = dict[str, Any]
-
-_HOST = torch.device("cpu")
 
 
 class InnerOptimizers:
@@ -33,61 +31,62 @@ class InnerOptimizers:
         self._default_class, self._defaults = default_class, defaults
         self._all: dict[Any, Optimizer] = {}
         self._groups: list[Group] = []
-        self._kinds: list[OptimizerClass] = []
+        self._classes: list[OptimizerClass] = []
         for group, tensors in zip(groups, members, strict=True):
             self.add(group, tensors)
 
     def add(self, group: Group, tensors: Sequence[Tensor]) -> None:
-        """Add an outer group; the options that its class completes are there to be pulled."""
-        kind = class_of(group, self._default_class)
-        wanted = {**own_options(group), "params": list(tensors)}
-        if kind in self._all:
-            self._all[kind].add_param_group(wanted)
+        """Add an outer group; `pull` then gives it the options that its class has completed."""
+        optimizer_class = class_of(group, self._default_class)
+        inner_group = {**own_options(group), "params": list(tensors)}
+        if optimizer_class in self._all:
+            self._all[optimizer_class].add_param_group(inner_group)
         else:
-            # Options that are given for all groups are meant for the common class.
-            self._all[kind] = kind([wanted], **(self._defaults if kind is self._default_class else {}))
-        self._groups.append(self._all[kind].param_groups[-1])
-        self._kinds.append(kind)
+            # The user's keyword options are for the default class; another class may not know them.
+            defaults = self._defaults if optimizer_class is self._default_class else {}
+            self._all[optimizer_class] = optimizer_class([inner_group], **defaults)
+        self._groups.append(self._all[optimizer_class].param_groups[-1])
+        self._classes.append(optimizer_class)
 
     def extend(self, group: int, tensors: Sequence[Tensor]) -> None:
-        """Add tensors to an outer group that is there already."""
+        """Add tensors to an outer group."""
         self._groups[group]["params"].extend(tensors)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults of the common class, as far as it is in use."""
-        found = self._all.get(self._default_class)
-        return {**(found.defaults if found is not None else {}), **self._defaults}
+        """The defaults of the default class, if a group uses it."""
+        optimizer = self._all.get(self._default_class)
+        return {**(optimizer.defaults if optimizer is not None else {}), **self._defaults}
 
     @property
     def all(self) -> list[Optimizer]:
-        """The optimizers themselves."""
+        """All inner optimizers."""
         return list(self._all.values())
 
     def of(self, group: int) -> Optimizer:
         """The optimizer of an outer group."""
-        return self._all[self._kinds[group]]
+        return self._all[self._classes[group]]
 
     def push(self, outer: Sequence[Group]) -> None:
-        """Give the options of the outer groups to the inner ones."""
+        """Copy the options of the outer groups to the inner ones."""
         for theirs, ours in zip(outer, self._groups, strict=True):
             ours.update(own_options(theirs))
 
     def pull(self, outer: Sequence[Group]) -> None:
-        """Give the options of the inner groups to the outer ones."""
+        """Copy the options of the inner groups to the outer ones."""
         for ours, theirs in zip(self._groups, outer, strict=True):
             theirs.update(own_options(ours))
 
     def state(self, leaf: Leaf) -> dict[str, Any] | None:
         """The live state of a leaf, if it has any yet."""
-        found: dict[str, Any] | None = self.of(leaf.group).state.get(leaf.tensor)
-        return found
+        entry: dict[str, Any] | None = self.of(leaf.group).state.get(leaf.tensor)
+        return entry
 
     def replace(self, leaf: Leaf, parts: Sequence[Leaf]) -> None:
         """Put the parts of a split leaf in its place, each with its part of the state."""
         state, params = self.of(leaf.group).state, self._groups[leaf.group]["params"]
-        place = next(index for index, tensor in enumerate(params) if tensor is leaf.tensor)
-        params[place : place + 1] = [part.tensor for part in parts]
+        position = next(index for index, tensor in enumerate(params) if tensor is leaf.tensor)
+        params[position : position + 1] = [part.tensor for part in parts]
         entry = state.pop(leaf.tensor, None)
         if entry is not None:
             for part in parts:
@@ -96,25 +95,19 @@ class InnerOptimizers:
     def load(self, states: Mapping[Tensor, Mapping[str, Any]], chosen: Sequence[Group], fresh: bool = False) -> None:
         """Replace all state by `states`, copied unless it is `fresh`, and take the options of the outer groups."""
         for optimizer in self._all.values():
-            numbers: dict[Tensor, int] = {}
+            outer = [index for index, used in enumerate(self._classes) if self._all[used] is optimizer]
+            ids: dict[Tensor, int] = {}
             groups = []
-            for group in optimizer.param_groups:
-                outer = next(number for number, found in enumerate(self._groups) if found is group)
+            for index, group in zip(outer, optimizer.param_groups, strict=True):
                 for tensor in group["params"]:
-                    numbers[tensor] = len(numbers)
-                wanted = {key: value for key, value in chosen[outer].items() if key != CLASS_KEY}
-                groups.append({**wanted, "params": [numbers[tensor] for tensor in group["params"]]})
-            state = {numbers[tensor]: states[tensor] for tensor in numbers if tensor in states}
-            commit(optimizer, {"state": state, "param_groups": groups}, fresh)
-            self._follow(optimizer)
-
-    def _follow(self, optimizer: Optimizer) -> None:
-        """Loading makes new group dicts, in the same order."""
-        places = [number for number, kind in enumerate(self._kinds) if self._all[kind] is optimizer]
-        for number, group in zip(places, optimizer.param_groups, strict=True):
-            self._groups[number] = group
-
-    # ------------------------------------------------------------------ partial steps
+                    ids[tensor] = len(ids)
+                wanted = {key: value for key, value in chosen[index].items() if key != CLASS_KEY}
+                groups.append({**wanted, "params": [ids[tensor] for tensor in group["params"]]})
+            state = {ids[tensor]: states[tensor] for tensor in ids if tensor in states}
+            replace_state(optimizer, {"state": state, "param_groups": groups}, fresh)
+            # Loading has made new group dicts, in the same order.
+            for index, group in zip(outer, optimizer.param_groups, strict=True):
+                self._groups[index] = group
 
     def begin(self) -> PartialSteps:
         """The partial steps of one step: all start from the options that the groups have now."""
@@ -122,65 +115,75 @@ class InnerOptimizers:
 
 
 class PartialSteps:
-    """One step in several parts: however many there are, options that a step changes change once."""
+    """One step in several parts. However many there are, options that a step changes change once.
 
-    def __init__(self, optimizers: Iterable[Optimizer], groups: Sequence[Group]) -> None:
-        self._optimizers, self._groups = list(optimizers), groups
+    `groups` are all groups of `optimizers`. With `keep_all`, a partial step keeps the options that it leaves in all
+    groups, and steps even without tensors; otherwise, only those of groups that had tensors in it.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], groups: Sequence[Group], keep_all: bool = False) -> None:
+        self._optimizers, self._groups, self._keep_all = list(optimizers), groups, keep_all
         self._before = [dict(group) for group in groups]
         self._after: dict[int, Group] = {}
 
-    def step(self, leaves: Sequence[Leaf]) -> None:
-        """Update some leaves, which have their gradients."""
-        chosen: dict[int, list[Tensor]] = {}
-        for leaf in leaves:
-            chosen.setdefault(leaf.group, []).append(leaf.tensor)
+    @property
+    def begun(self) -> bool:
+        """Whether a partial step was made."""
+        return bool(self._after)
+
+    def step(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        """Update some tensors, which have their gradients; each comes with the index of its group."""
+        chosen: dict[int, list[Tensor]] = {index: [] for index in range(len(self._groups))} if self._keep_all else {}
+        for index, tensor in tensors:
+            chosen.setdefault(index, []).append(tensor)
         try:
-            for number, group in enumerate(self._groups):
-                group["params"] = chosen.get(number, [])
+            for index, group in enumerate(self._groups):
+                group["params"] = chosen.get(index, [])
             for optimizer in self._optimizers:
-                if any(group["params"] for group in optimizer.param_groups):
+                if self._keep_all or any(group["params"] for group in optimizer.param_groups):
                     optimizer.step()
-            self._after.update({number: options(self._groups[number]) for number in chosen})
+            self._after.update({index: options(self._groups[index]) for index in chosen})
         finally:
+            # After an error, too: the groups must hold all their tensors again.
             for group, before in zip(self._groups, self._before, strict=True):
                 group.clear()
                 group.update(before)
 
     def end(self) -> None:
-        """Leave behind the options that a step leaves behind."""
-        for number, after in self._after.items():
-            self._groups[number].update(after)
+        """Give the groups the options that the partial steps have left."""
+        for index, after in self._after.items():
+            self._groups[index].update(after)
 
 
-def commit(inner: Optimizer, part: StateDict, fresh: bool = False) -> None:
-    """Replace all state of `inner` by copies, or by what is `fresh` and nobody else's; or leave it as it was."""
-    before = inner.state, inner.param_groups
-    params = dict(
-        zip(
-            chain.from_iterable(group["params"] for group in part["param_groups"]),
-            chain.from_iterable(group["params"] for group in inner.param_groups),
-            strict=True,
+def replace_state(optimizer: Optimizer, state_dict: StateDict, fresh: bool = False) -> None:
+    """Replace all state of an optimizer, or raise and change nothing.
+
+    The tensors are copied, unless they are `fresh`: made for this call, and used by nothing else.
+    """
+    before = optimizer.state, optimizer.param_groups
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not fresh:
+        saved_ids, params = (
+            chain.from_iterable(g["params"] for g in each) for each in (groups, optimizer.param_groups)
         )
-    )
-    devices = {saved_id: param.device for saved_id, param in params.items()}
-    state = part["state"]
-    copies = state if fresh else {key: _copy(entry, devices.get(key, _HOST)) for key, entry in state.items()}
+        devices = {saved_id: param.device for saved_id, param in zip(saved_ids, params, strict=True)}
+        state = {key: _copy(entry, devices.get(key, torch.device("cpu"))) for key, entry in state.items()}
     # Options that the dict does not know keep their values, as an older checkpoint's would.
-    groups = [{**options(old), **new} for old, new in zip(inner.param_groups, part["param_groups"], strict=True)]
+    groups = [{**options(old), **new} for old, new in zip(optimizer.param_groups, groups, strict=True)]
     try:
-        inner.load_state_dict({"state": copies, "param_groups": groups})
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
     except Exception:
-        inner.state, inner.param_groups = before
+        # A subclass's `__setstate__` may fail after the state was set.
+        optimizer.state, optimizer.param_groups = before
         raise
 
 
 def _copy(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor cloned that the inner optimizer would otherwise share with the caller."""
+    """`value` with every tensor cloned that the optimizer would otherwise share with the caller."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.device == device or value.numel() == 1 else value
     if isinstance(value, Mapping):
         return {key: _copy(item, device) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        copies: Callable[[Any], Any] = type(value)
-        return copies(_copy(item, device) for item in value)
+        return type(value)(_copy(item, device) for item in value)
     return value

@@ -17,35 +17,34 @@ __all__ = ["combine", "power_sum", "root"]
 def power_sum(parts: Iterable[Tensor], norm_type: float) -> float:
     """What one rank's parts contribute to a norm: the largest element, or the sum of powers.
 
-    Each part's norm is taken in its own precision, as torch takes that of a whole gradient; the rest is done in double.
+    Each part's norm is computed in its own precision, as torch does for a whole gradient; the rest is in double.
     """
     norms = [torch.linalg.vector_norm(part, norm_type) for part in parts if part.numel()]
     if not norms:
         return 0.0 if norm_type > 0 else math.inf
-    found = torch.stack([norm.double() for norm in norms]).tolist() if len({n.device for n in norms}) == 1 else [
-        float(norm) for norm in norms
-    ]  # fmt: skip
+    # On one device, wait for it once and not for each norm.
+    one_device = len({norm.device for norm in norms}) == 1
+    values = torch.stack([norm.double() for norm in norms]).tolist() if one_device else list(map(float, norms))
     if math.isinf(norm_type):
-        return _extreme(found, norm_type)
-    return float(torch.tensor(found, dtype=torch.float64).pow(norm_type).sum())
+        return _extreme(values, norm_type)
+    return float(torch.tensor(values, dtype=torch.float64).pow(norm_type).sum())
 
 
 def combine(exchange: Exchange, sums: Sequence[float], norm_type: float) -> list[float]:
-    """What all ranks contribute, the same numbers on every rank: one small collective."""
-    words = [unpack("<q", pack("<d", value))[0] for value in sums]
-    rows = [[unpack("<d", pack("<q", word))[0] for word in row] for row in exchange.start_all_gather_ints(words).wait()]
-    if math.isinf(norm_type):
-        return [_extreme(column, norm_type) for column in zip(*rows, strict=True)]
-    return [sum(column) for column in zip(*rows, strict=True)]
+    """The contributions of all ranks together, the same numbers on every rank; one small collective."""
+    bits = unpack(f"<{len(sums)}q", pack(f"<{len(sums)}d", *sums))
+    rows = [unpack(f"<{len(row)}d", pack(f"<{len(row)}q", *row)) for row in exchange.start_all_gather_ints(bits).wait()]
+    columns = zip(*rows, strict=True)
+    return [_extreme(column, norm_type) if math.isinf(norm_type) else sum(column) for column in columns]
 
 
 def root(total: float, norm_type: float) -> float:
-    """From a sum of powers to the norm."""
+    """The norm that belongs to a sum of powers."""
     return total if math.isinf(norm_type) or not math.isfinite(total) else total ** (1.0 / norm_type)
 
 
 def _extreme(values: Sequence[float], norm_type: float) -> float:
-    """The largest or the smallest; not a number if any is none."""
+    """The largest value, or the smallest for a negative norm type; NaN if any is NaN."""
     if any(map(math.isnan, values)):
         return math.nan
     return max(values) if norm_type > 0 else min(values)

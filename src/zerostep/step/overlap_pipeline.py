@@ -1,16 +1,16 @@
-"""One iteration of overlap mode: DDP's buckets come in, updated parameters go out.
+"""One iteration of overlap mode: each bucket of DDP is reduced, updated and gathered.
 
-DDP's hook says when the gradients of a bucket are ready; who owns which parameter was decided when the optimizer was
-built. So DDP may rebuild its buckets, and the first backward pass already counts.
+DDP's hook gives the moment at which the gradients of a bucket are ready. The owners of parameters do not depend on
+DDP's buckets, so DDP may rebuild them, and the first backward pass already updates parameters.
 
-For every bucket, in the order of DDP and on all ranks alike::
+For every bucket, in DDP's order, which is the same on all ranks::
 
     reduce    the wrapped hook's own future
-    update    one step of the inner optimizer, with its groups narrowed to the bucket's leaves
+    update    one partial step of the inner optimizer, on the bucket's leaves
     gather    the bucket's parameters, from their owners to all ranks
 
-The inner optimizer works on *leaves*, tensors that share the parameters' memory, so that the user's `.grad` is
-not touched while backward runs.
+The inner optimizer works on *leaves*, tensors that share the parameters' memory, so that the user's `.grad` is not
+touched while backward runs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import first_failure
 from zerostep.comm.transport import BucketMemory, Transport
 from zerostep.memory.bucket_memory import make_bucket_memories
-from zerostep.plan.groups import Group, copy_options, options
+from zerostep.plan.groups import Group, copy_options
 from zerostep.plan.ownership import Ownership
 from zerostep.plan.partition import restrict
 from zerostep.step.ddp_hook import as_stored
+from zerostep.step.inner_optimizers import PartialSteps
 from zerostep.step.labels import stepping_in_backward, thread_range
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
@@ -42,10 +43,10 @@ _UPDATED, _FAILED = 0, 1
 
 @dataclass(frozen=True)
 class DdpBucketPlan:
-    """The parameters of a DDP bucket that the optimizer holds, their places in it, and how they travel."""
+    """The parameters of a DDP bucket that the optimizer holds, their positions in it, and the messages of a gather."""
 
     params: tuple[Tensor, ...]
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     memories: tuple[BucketMemory, ...]
     fingerprint: int
 
@@ -62,17 +63,17 @@ class ArrivedBucket:
     used: tuple[bool, ...] | None
 
     def gradients(self, reduced: Tensor) -> list[Tensor]:
-        """The gradients of our parameters in the reduced bucket, which need not lie where DDP's bucket lies."""
+        """The gradients of our parameters in the reduced bucket, which may be in other memory than DDP's bucket."""
         flat = reduced.reshape(-1)
         shift = flat.storage_offset() - self.buffer.storage_offset()
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in self.views]
 
 
 class OverlapPipeline:
-    """One iteration of overlap mode: what its buckets have done to the inner optimizer so far.
+    """Updates and gathers DDP's buckets, iteration after iteration.
 
-    `arrive` runs on the thread of backward, `process` where the bucket runner runs; each is called for one bucket after
-    the other.
+    `arrive` runs on the thread of backward, `process` on the thread or stream of the bucket runner; each is called for
+    one bucket after the other.
     """
 
     def __init__(
@@ -85,20 +86,21 @@ class OverlapPipeline:
         self._inner, self._outer_groups, self._leaf_of = inner, outer_groups, leaf_of
         self._layout, self._index_of = ownership.layout, ownership.index_of
         self._plans: dict[tuple[int, ...], DdpBucketPlan] = {}
-        self._before: list[Group] = []
-        self._after: list[Group] | None = None
+        self._partial_steps = PartialSteps([inner], inner.param_groups, keep_all=True)
         self._error: Exception | None = None
         self._used: dict[Tensor, bool] = {}
         self._callback: GradientCallback | None = None
 
     def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> ArrivedBucket:
-        """Note a bucket before its reduction. `used` tells whether a parameter has a gradient on this rank."""
+        """Describe a bucket before its reduction. `used` is whether a parameter has a gradient on this rank."""
         plan, views = self._plan(bucket.parameters()), bucket.gradients()
         return ArrivedBucket(
             bucket.index(),
             bucket.is_last(),
             plan,
-            tuple(as_stored(views[place], param) for place, param in zip(plan.places, plan.params, strict=True)),
+            tuple(
+                as_stored(views[position], param) for position, param in zip(plan.positions, plan.params, strict=True)
+            ),
             bucket.buffer(),
             None if used is None else tuple(used(param) for param in plan.params),
         )
@@ -129,7 +131,8 @@ class OverlapPipeline:
         if arrived.is_last:
             if self._error is not None:
                 raise self._error
-            self._end()
+            self._partial_steps.end()
+            copy_options(self._inner.param_groups, self._outer_groups)
 
     def set_callback(self, callback: GradientCallback | None) -> None:
         """Call `callback(params, gradients)` before each update."""
@@ -142,29 +145,25 @@ class OverlapPipeline:
     def _plan(self, params: Sequence[Tensor]) -> DdpBucketPlan:
         key = tuple(map(id, params))
         if key not in self._plans:
-            places = tuple(place for place, param in enumerate(params) if param in self._index_of)
-            known = tuple(params[place] for place in places)
+            positions = tuple(position for position, param in enumerate(params) if param in self._index_of)
+            known = tuple(params[position] for position in positions)
             part = restrict(self._layout, [self._index_of[param] for param in known])
             memories = tuple(make_bucket_memories(part, known, as_views=False))
-            self._plans[key] = DdpBucketPlan(known, places, memories, int(part.digest()[:15], 16))
+            self._plans[key] = DdpBucketPlan(known, positions, memories, int(part.digest()[:15], 16))
         return self._plans[key]
 
     def _begin(self) -> None:
         """Begin an iteration: every partial step starts from the options that the user's groups have now."""
         copy_options(self._outer_groups, self._inner.param_groups)
-        self._before, self._after, self._error = [dict(group) for group in self._inner.param_groups], None, None
+        # All groups change on all ranks, as in one step of the whole: a rank may own no parameter of a group.
+        self._partial_steps = PartialSteps([self._inner], self._inner.param_groups, keep_all=True)
+        self._error = None
         for param, leaf in self._leaf_of.items():
             if leaf.data_ptr() != param.data_ptr():
                 leaf.data = param.data
 
-    def _end(self) -> None:
-        """End an iteration: keep the options that one step leaves behind, whatever the number of partial steps."""
-        for group, after in zip(self._inner.param_groups, self._after or [], strict=bool(self._after)):
-            group.update(after)
-        copy_options(self._inner.param_groups, self._outer_groups)
-
     def _try_update(self, arrived: ArrivedBucket, reduced: Tensor | Exception, wanted: Sequence[bool]) -> None:
-        leaves = []
+        leaves: list[tuple[int, Tensor, Tensor]] = []
         try:
             if isinstance(reduced, Exception):
                 raise reduced
@@ -175,8 +174,8 @@ class OverlapPipeline:
                     leaf.grad = grad.to(leaf.dtype)
                     leaves.append((self._layout.params[self._index_of[param]].group, param, leaf))
             self._edit_gradients(leaves)
-            if leaves or (arrived.is_last and self._after is None):
-                self._partial_step(leaves)
+            if leaves or (arrived.is_last and not self._partial_steps.begun):
+                self._partial_steps.step((group, leaf) for group, _, leaf in leaves)
         except Exception as error:
             self._error = error
         finally:
@@ -184,25 +183,11 @@ class OverlapPipeline:
                 leaf.grad = None
 
     def _edit_gradients(self, leaves: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        """The user's callback sees copies: `.grad` stays what DDP reduced."""
+        """Show copies of the gradients to the user's callback: `.grad` stays what DDP reduced."""
         if self._callback is not None and leaves:
             for _, _, leaf in leaves:
                 leaf.grad = leaf.grad.clone() if leaf.grad is not None else None
             self._callback([param for _, param, _ in leaves], [leaf.grad for _, _, leaf in leaves])
-
-    def _partial_step(self, leaves: Sequence[tuple[int, Tensor, Tensor]]) -> None:
-        groups = self._inner.param_groups
-        for group in groups:
-            group["params"] = []
-        for number, _, leaf in leaves:
-            groups[number]["params"].append(leaf)
-        try:
-            self._inner.step()
-            self._after = [options(group) for group in groups]
-        finally:
-            for group, before in zip(groups, self._before, strict=True):
-                group.clear()
-                group.update(before)
 
 
 def _used_by_any(used: Sequence[bool] | None, count: int, control: Transport) -> Sequence[bool]:

@@ -80,7 +80,7 @@ class Reduction:
 
     @property
     def sums(self) -> Mapping[int, Tensor]:
-        """This rank's part of each reduced bucket, by bucket; all of it if the plan asks for whole gradients."""
+        """This rank's part of each reduced bucket, by bucket; all of it if gradients are whole."""
         return self._sums
 
     @property

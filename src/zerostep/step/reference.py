@@ -1,8 +1,8 @@
-"""Proof mode: an unsharded optimizer beside the sharded one, compared after every step.
+"""Verification: an unsharded optimizer beside the sharded one, compared after every step, on every rank.
 
-Two things are compared, on every rank. The sums that the owners hold, brought together, against a plain all-reduce of
-the gradients as autograd made them: bit for bit with one or two ranks, and up to the order of a sum with more. And all
-parameters after the step against those of the unsharded optimizer, given the same sums: bit for bit with any number.
+Two comparisons: the owners' sums, gathered, with a plain all-reduce of the gradients that autograd made (bit for bit
+with one or two ranks, up to the order of a sum with more); and all parameters after the step with those of the
+unsharded optimizer, given the same sums (bit for bit with any number of ranks).
 """
 
 from __future__ import annotations
@@ -49,40 +49,44 @@ class ReferenceOptimizer:
             self.add(group, specs)
 
     def add(self, group: Group, specs: Sequence[ParamSpec]) -> None:
-        """Take in a further group; `specs` are those of all parameters."""
-        wanted, self._specs = self._planner.settings.master_dtype, list(specs)
-        copies = [nn.Parameter(_master(param.detach().clone(), wanted)) for param in group["params"]]
+        """Add a group; `specs` are those of all parameters."""
+        self._specs = list(specs)
+        copies = [nn.Parameter(self._as_master(param.detach().clone())) for param in group["params"]]
         self._copies += copies
         self._inners.add(group, copies)
 
+    def _as_master(self, copy: Tensor) -> Tensor:
+        dtype = self._planner.settings.master_dtype
+        return copy.to(dtype) if dtype is not None and copy.is_floating_point() else copy
+
     @property
     def done(self) -> bool:
-        """Whether everything that was to be compared has been."""
+        """Whether all steps that were to be compared have been."""
         return self._left <= 0
 
     def note(self, param: int, grad: Tensor, accumulate: bool) -> None:
-        """A gradient as autograd made it; it comes on top of an earlier one if `held`."""
+        """Copy a gradient as autograd made it; with `accumulate`, add it to an earlier one."""
         before = self._local.get(param)
         dense = grad.detach().to_dense()
         self._local[param] = dense.clone() if before is None or not accumulate else before + dense
 
     def drop(self) -> None:
-        """All gradients were dropped."""
+        """Drop all gradients."""
         self._local = {}
 
     def check_sums(self, sums: Mapping[int, Tensor]) -> None:
-        """Compare the sums of this step, by parameter, with what a plain all-reduce makes of the noted gradients."""
+        """Compare the sums of this step, by parameter, with a plain all-reduce of the noted gradients."""
         dtype = self._planner.settings.reduce_dtype
-        for index in sorted(sums):
+        for index in sorted(sums):  # one collective each, in the same order on all ranks
             mine = self._local.get(index, torch.zeros_like(self._copies[index], dtype=sums[index].dtype))
             mine = mine.to(dtype) if dtype is not None and mine.is_floating_point() else mine
             expected = torch.mul(mine.contiguous(), 1.0 / self._everyone.world_size)
             self._everyone.start_all_reduce(expected).wait()
             self._compare_sum(index, sums[index].reshape(expected.shape), expected)
 
-    def _compare_sum(self, index: int, found: Tensor, expected: Tensor) -> None:
-        same = (found == expected) | (found.isnan() & expected.isnan())
-        gap = torch.linalg.vector_norm((found - expected).masked_fill(same, 0).flatten())
+    def _compare_sum(self, index: int, actual: Tensor, expected: Tensor) -> None:
+        same = (actual == expected) | (actual.isnan() & expected.isnan())
+        gap = torch.linalg.vector_norm((actual - expected).masked_fill(same, 0).flatten())
         exact = self._everyone.world_size <= 2
         size = torch.linalg.vector_norm(expected.masked_fill(~expected.isfinite(), 0).flatten())
         # Each addition may round once more.
@@ -91,13 +95,14 @@ class ReferenceOptimizer:
             self._fail(index, f"the reduced gradient is off by {float(gap):.3g} in norm from a plain all-reduce")
 
     def load(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
-        """Take over a loaded state, by parameter, with the options of the groups."""
+        """Replace state, by parameter, and the options of the groups."""
         self._inners.load({self._copies[index]: entry for index, entry in saved.items()}, chosen)
 
     def step(self, outer: Sequence[Group], params: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
-        """Do what an unsharded optimizer does with these sums, from the parameters as they are now."""
+        """Step with these sums, from the parameters as they are now."""
         self._inners.push(outer)
         for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
+            # Only where the user has set a value: elsewhere a master has bits that the parameter lacks.
             if not _same_bits(copy.detach().to(param.dtype), param):
                 copy.data.copy_(param)
             copy.grad = sums[index].reshape(copy.shape).to(copy.dtype) if index in sums else None
@@ -117,17 +122,12 @@ class ReferenceOptimizer:
         if self.done:
             logger.info("%d steps were compared with an unsharded optimizer: bit-equal", self._steps)
 
-    def _fail(self, index: int, story: str) -> None:
+    def _fail(self, index: int, description: str) -> None:
         raise VerificationError(
             f"step {self._steps} differs from the unsharded optimizer, first in parameter {self._specs[index].name!r}: "
-            f"{story}. Please report this with the model and the optimizer's options"
+            f"{description}. Please report this with the model and the optimizer's options"
         )
 
 
-def _master(copy: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return copy.to(dtype) if dtype is not None and copy.is_floating_point() else copy
-
-
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    flat = [flat_alias(tensor.detach().contiguous()).view(torch.uint8) for tensor in (one, other)]
-    return bool(torch.equal(*flat))
+    return bool(torch.equal(*(flat_alias(each.detach().contiguous()).view(torch.uint8) for each in (one, other))))

@@ -17,7 +17,7 @@ __all__ = ["StandIns"]
 class StandIns:
     """Puts stand-ins into `.grad` and takes out what autograd has added to them.
 
-    `ops` answers what users do to a stand-in; it is held weakly, so that a parameter does not keep its optimizer alive.
+    `ops` does what users do to a stand-in; it is held weakly, so that a parameter does not keep its optimizer alive.
     """
 
     def __init__(self, buckets: BucketShards, ops: ref[Any]) -> None:
@@ -26,7 +26,7 @@ class StandIns:
         self._removed: set[int] = set()
 
     def place(self, params: Iterable[int]) -> None:
-        """Let nobody read a gradient that is only this rank's own."""
+        """Replace `.grad`, which is only this rank's own gradient, or nothing."""
         for index in params:
             if index not in self._stand_ins:
                 self._stand_ins[index] = ShardedGradient(self._buckets.params[index], index, self._ops)

@@ -13,8 +13,7 @@ class Stats:
 
     `gradient_bytes` counts reduced gradients, buckets in flight and buffers that receive them; `state_bytes` the state
     of the inner optimizers. `wait_seconds` counts, by phase, the time for which this rank's host waited for others:
-    communication that was not hidden. On a backend that works in stream order the host never waits, and a profiler
-    tells more.
+    communication that was not hidden. On a backend that works in stream order the host never waits: use a profiler.
     """
 
     steps: int

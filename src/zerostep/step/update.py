@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
+from zerostep.plan.layout_planner import Settings
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.reduction import Reduction
+from zerostep.step.whole_grads import owned_part
 
-__all__ = ["Sums", "Updater"]
+__all__ = ["Updater"]
 
 # Updates begin while the last sums are in flight; where the host does not wait for sums, one batch is cheapest.
 _MOST_PARTIAL_STEPS = 8
 _SMALL_BUCKET = 1 << 16  # elements
-
-
-class Sums(Protocol):
-    """The reduced gradients of this step."""
-
-    def finish(self, bucket: int) -> None:
-        """Wait until a bucket is reduced."""
-
-    def owned_part(self, bucket: int) -> Tensor:
-        """The part of a reduced bucket that this rank owns."""
 
 
 class Updater:
@@ -38,17 +29,17 @@ class Updater:
     def __init__(
         self,
         buckets: BucketShards,
+        reduction: Reduction,
         gathers: PendingGathers,
-        gather: Literal["step", "forward"],
+        settings: Settings,
         blocks_host: bool,
         timer: PhaseTimer,
     ) -> None:
-        self._buckets, self._gathers, self._gather, self._timer = buckets, gathers, gather, timer
+        self._buckets, self._reduction, self._gathers, self._timer = buckets, reduction, gathers, timer
+        self._gather, self._whole = settings.gather, settings.reduction == "all"
         self._most_batches = _MOST_PARTIAL_STEPS if blocks_host else 1
 
-    def update(
-        self, chosen: Sequence[int], used: Collection[int], sums: Sums, inners: InnerOptimizers
-    ) -> Exception | None:
+    def update(self, chosen: Sequence[int], inners: InnerOptimizers) -> Exception | None:
         """Step on the owned part of the chosen buckets and launch their gathers; the error of the update, if it failed.
 
         Even after an error all buckets are launched, with old values: the other ranks wait for them.
@@ -58,10 +49,10 @@ class Updater:
         with torch.no_grad():
             for batch in self._batches(chosen):
                 for bucket in batch:
-                    sums.finish(bucket)
+                    self._reduction.finish(bucket)
                 try:
                     if failure is None:
-                        self._step(batch, used, sums, inners, partial_steps)
+                        self._step(batch, inners, partial_steps)
                 except Exception as error:
                     failure = error
                 if self._gather == "step":
@@ -81,36 +72,29 @@ class Updater:
         for start in range(0, len(chosen), size):
             yield chosen[start : start + size]
 
-    def _step(
-        self,
-        batch: Sequence[int],
-        used: Collection[int],
-        sums: Sums,
-        inners: InnerOptimizers,
-        partial_steps: PartialSteps,
-    ) -> None:
+    def _step(self, batch: Sequence[int], inners: InnerOptimizers, partial_steps: PartialSteps) -> None:
         leaves = list[Leaf]()
         try:
             for bucket in batch:
-                part = sums.owned_part(bucket)
-                for leaf in self._used_leaves(self._buckets.bind(bucket), used, inners):
+                part = owned_part(self._buckets, bucket) if self._whole else self._reduction.sums[bucket]
+                for leaf in self._used_leaves(self._buckets.bind(bucket), inners):
                     leaf.tensor.grad = leaf.view(part).to(leaf.tensor.dtype)
                     leaves.append(leaf)
             with self._timer.phase("update", batch[0], batch[-1]):
-                partial_steps.step(leaves)
+                partial_steps.step((leaf.group, leaf.tensor) for leaf in leaves)
         finally:
             for leaf in leaves:
                 leaf.tensor.grad = None
         for bucket in batch:
-            self._buckets.shards[bucket].publish()
+            self._buckets.shards[bucket].copy_masters_to_params()
             self._buckets.shards[bucket].mark_changed()
 
-    def _used_leaves(self, shard: Shard, used: Collection[int], inners: InnerOptimizers) -> list[Leaf]:
+    def _used_leaves(self, shard: Shard, inners: InnerOptimizers) -> list[Leaf]:
         """The leaves of a bucket that take part in this step.
 
         Parameters in one leaf share its state. Where only some of them are used, the leaf is split for good.
         """
-        chosen = list[Leaf]()
+        chosen, used = list[Leaf](), self._reduction.used
         for leaf in list(shard.leaves):
             in_use = [index in used for index in leaf.params]
             parts = [leaf]
