@@ -111,11 +111,11 @@ def _refused_save(group: ProcessGroup, root: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs tmpfs")
-@pytest.mark.parametrize(("options", "story"), [("size=24k", "No space left"), ("ro", "Read-only")])
-def test_a_full_or_read_only_disk_leaves_nothing_behind(pool: Pool, tmp_path: Path, options: str, story: str) -> None:
+@pytest.mark.parametrize(("options", "excerpt"), [("size=24k", "No space left"), ("ro", "Read-only")])
+def test_a_full_or_read_only_disk_leaves_nothing_behind(pool: Pool, tmp_path: Path, options: str, excerpt: str) -> None:
     with _mounted(tmp_path / "disk", options):
         for text, names in pool.run(_refused_save, 2, tmp_path / "disk"):
-            assert story in text
+            assert excerpt in text
             assert not names
 
 

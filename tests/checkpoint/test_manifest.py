@@ -121,13 +121,13 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named_with_the_file_and_a_remedy(case: str) -> None:
-    keys, value, story = WRONG[case]
+    keys, value, excerpt = WRONG[case]
     body = _body()
     place: Any = body
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = value
-    with pytest.raises(CheckpointError, match=rf"(?s){WHERE} is damaged: .*({story}).*; load another checkpoint"):
+    with pytest.raises(CheckpointError, match=rf"(?s){WHERE} is damaged: .*({excerpt}).*; load another checkpoint"):
         Manifest.decode(signed(body), WHERE)
 
 

@@ -108,7 +108,7 @@ def test_gather(pool: Pool, world: World, case: str, as_views: bool, companion: 
 
 
 def _mixed(group: dist.ProcessGroup, as_views: bool) -> None:
-    """Several parcels in one gather, in order."""
+    """Several memories in one gather, in order."""
     transport = connect(group)
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.complex64, torch.bfloat16]
     specs = tuple(

@@ -138,8 +138,8 @@ def _nccl_transport(group: dist.ProcessGroup) -> None:
     params = [nn.Parameter(torch.randn(n, device="cuda")) for n in (3, 5_000_000, 7)]
     before = [param.detach().clone() for param in params]
     layout = plan(param_specs([{"params": params}]), 1)
-    for parcel in (ScatteredBucket(layout.buckets[0], params), FlatBucket(layout.buckets[0], params)):
-        assert transport.gather([parcel], 0, 0) == [0]
+    for memory in (ScatteredBucket(layout.buckets[0], params), FlatBucket(layout.buckets[0], params)):
+        assert transport.gather([memory], 0, 0) == [0]
     torch.cuda.synchronize()
     assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
 

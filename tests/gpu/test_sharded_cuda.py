@@ -40,10 +40,10 @@ MAX_NORM = 0.01
 # How it is compared.
 
 
-def _assert_close(story: object, ours: nn.Module, twin: nn.Module) -> None:
+def _assert_close(excerpt: object, ours: nn.Module, twin: nn.Module) -> None:
     expected = values_of(twin)
     for name, value in values_of(ours).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7, msg=lambda text: f"{story}: {text}")
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7, msg=lambda text: f"{excerpt}: {text}")
 
 
 def _whole_state(optimizers: Sequence[Optimizer]) -> dict[str, Any]:

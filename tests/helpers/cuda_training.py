@@ -145,11 +145,11 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().cpu() for name, param in found.named_parameters()}
 
 
-def assert_same(story: object, ours: nn.Module, twin: nn.Module) -> None:
+def assert_same(excerpt: object, ours: nn.Module, twin: nn.Module) -> None:
     try:
         assert_same_bits(values_of(ours), values_of(twin))
     except AssertionError as error:
-        raise AssertionError(f"{story}: {error}") from None
+        raise AssertionError(f"{excerpt}: {error}") from None
 
 
 def nccl_group(group: ProcessGroup) -> ProcessGroup:

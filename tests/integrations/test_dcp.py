@@ -351,13 +351,13 @@ WRONG: dict[str, tuple[Setup, str]] = {
 
 
 def _wrong(group: ProcessGroup, path: str, name: str) -> None:
-    setup, (other, story) = SETUPS["adamw"], WRONG[name]
+    setup, (other, excerpt) = SETUPS["adamw"], WRONG[name]
     pair, again = setup.make(group, "elements"), other.make(group, "elements", seed=1)
     setup.train(pair, group)
     _save(path, pair[1], group)
     other.train(again, group, 1)
     before = _memory(again[1])
-    with pytest.raises((CheckpointException, CheckpointError), match=f"(?s){story}"):
+    with pytest.raises((CheckpointException, CheckpointError), match=f"(?s){excerpt}"):
         _load(path, again[1], group)
     _assert_untouched(again[1], before)
 

@@ -115,11 +115,11 @@ def _late(optimizer: ShardedOptimizer) -> Iterator[list[int]]:
 
 
 class _Late:
-    def __init__(self, flying: Any, hidden: Tensor, memory: Tensor, waits: list[int]) -> None:
-        self.flying, self.hidden, self.memory, self.waits = flying, hidden, memory, waits
+    def __init__(self, in_flight: Any, hidden: Tensor, memory: Tensor, waits: list[int]) -> None:
+        self.in_flight, self.hidden, self.memory, self.waits = in_flight, hidden, memory, waits
 
     def wait(self) -> None:
-        self.flying.wait()
+        self.in_flight.wait()
         self.memory.copy_(self.hidden)
         self.waits.append(1)
 

@@ -224,11 +224,11 @@ def _lockstep(group: ProcessGroup, task: Task, settings: Sequence[Setting]) -> d
     return {name: value.clone() for name, value in replicas[settings[0]].values().items()}
 
 
-def _assert_same_values(story: str, ours: Replica, expected: Replica) -> None:
+def _assert_same_values(excerpt: str, ours: Replica, expected: Replica) -> None:
     try:
         assert_same_bits(ours.values(), expected.values())
     except AssertionError as error:
-        raise AssertionError(f"{story}: {error}") from None
+        raise AssertionError(f"{excerpt}: {error}") from None
 
 
 def _assert_same_state(to: int, ours: ShardedOptimizer, plain: Plain) -> None:

@@ -127,18 +127,18 @@ def test_an_error_on_one_rank_ends_the_step_of_all(pool: Pool, world: int | Rank
     for rank, (kind, text, refusals) in enumerate(pool.run(_one_rank_fails, world, after, views)):
         if rank == 1:
             assert (kind, text) == ("TroubleError", "no more memory")
-            story = "the local update of step 3 failed on rank 1: no more memory"
+            excerpt = "the local update of step 3 failed on rank 1: no more memory"
         else:
-            story = (
+            excerpt = (
                 f"step 3 failed on rank {rank}: rank 1 failed in its local update, so its parameters are those of the "
                 "step before"
             )
-            assert (kind, text) == ("RuntimeError", f"{story}; restart from the last checkpoint on all ranks")
+            assert (kind, text) == ("RuntimeError", f"{excerpt}; restart from the last checkpoint on all ranks")
         remedy = (
             "parameters and optimizer state are from different steps: load the last checkpoint, the model's and this "
             "optimizer's, on all ranks before going on"
         )
-        assert refusals == [f"{story}; {remedy}"] * 3
+        assert refusals == [f"{excerpt}; {remedy}"] * 3
 
 
 def _all_fail_after(group: ProcessGroup) -> list[str]:

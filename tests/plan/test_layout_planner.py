@@ -19,9 +19,9 @@ def _params() -> list[Tensor]:
 
 
 def _plan(kind: OptimizerClass, given: Any, world_size: int = 2, **settings: Any) -> tuple[Layout, list[Group]]:
-    blueprint = LayoutPlanner(kind, {}, Settings(**settings))
-    groups = [blueprint.complete(group) for group in normalise(given)]
-    return blueprint.plan(groups, world_size), groups
+    planner = LayoutPlanner(kind, {}, Settings(**settings))
+    groups = [planner.complete(group) for group in normalise(given)]
+    return planner.plan(groups, world_size), groups
 
 
 def _splittable(kind: OptimizerClass, given: Any, **settings: Any) -> list[bool]:
@@ -149,16 +149,16 @@ def test_a_group_may_name_a_class_of_its_own() -> None:
 
 def test_defaults_are_for_the_common_class_alone() -> None:
     matrix, vector, _ = _params()
-    blueprint = LayoutPlanner(optim.AdamW, {"betas": (0.5, 0.6), "lr": 0.25}, Settings())
-    muon = blueprint.complete({"params": [matrix], "optimizer_class": optim.Muon})
-    adam = blueprint.complete({"params": [vector], "eps": 0.125})
+    planner = LayoutPlanner(optim.AdamW, {"betas": (0.5, 0.6), "lr": 0.25}, Settings())
+    muon = planner.complete({"params": [matrix], "optimizer_class": optim.Muon})
+    adam = planner.complete({"params": [vector], "eps": 0.125})
     assert muon["lr"] == optim.Muon([matrix]).defaults["lr"]
     assert (adam["betas"], adam["lr"], adam["eps"]) == ((0.5, 0.6), 0.25, 0.125)
 
 
 def test_what_a_group_says_goes_before_the_defaults() -> None:
-    blueprint = LayoutPlanner(optim.SGD, {"lr": 0.25}, Settings())
-    assert blueprint.complete({"params": _params(), "lr": 2.0})["lr"] == 2.0
+    planner = LayoutPlanner(optim.SGD, {"lr": 0.25}, Settings())
+    assert planner.complete({"params": _params(), "lr": 2.0})["lr"] == 2.0
 
 
 def test_a_class_that_looks_at_all_parameters_is_refused() -> None:
@@ -191,11 +191,11 @@ def test_what_the_user_gave_stays_as_it_was() -> None:
 
 
 def test_parameters_have_names_that_are_their_own() -> None:
-    blueprint = LayoutPlanner(optim.SGD, {}, Settings())
-    groups = [blueprint.complete({"params": _params()}) for _ in range(2)]
-    names = [spec.name for spec in blueprint.plan(groups, 2).params]
+    planner = LayoutPlanner(optim.SGD, {}, Settings())
+    groups = [planner.complete({"params": _params()}) for _ in range(2)]
+    names = [spec.name for spec in planner.plan(groups, 2).params]
     assert names == [f"param.{number}" for number in range(6)]
-    later = blueprint.plan(groups[:1], 2, group_offset=2, param_offset=6)
+    later = planner.plan(groups[:1], 2, group_offset=2, param_offset=6)
     assert [(spec.name, spec.group) for spec in later.params] == [(f"param.{6 + i}", 2) for i in range(3)]
 
 

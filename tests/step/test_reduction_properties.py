@@ -50,22 +50,22 @@ class Net:
         self.layout, self.changed = layout, Condition()
         self.sent: list[list[tuple[int, Tensor]]] = [[] for _ in range(layout.world_size)]
         self.places: list[int] = []
-        self.flying = [0] * layout.world_size
+        self.in_flight = [0] * layout.world_size
         self.most = [0] * layout.world_size
 
     def launch(self, rank: int, bucket: Bucket, memory: Tensor) -> int:
         with self.changed:
             self.sent[rank].append((self.layout.buckets.index(bucket), memory.clone()))
             self.places.append(memory.data_ptr())
-            self.flying[rank] += 1
-            self.most[rank] = max(self.most[rank], self.flying[rank])
+            self.in_flight[rank] += 1
+            self.most[rank] = max(self.most[rank], self.in_flight[rank])
             self.changed.notify_all()
             return len(self.sent[rank]) - 1
 
     def land(self, rank: int, number: int, memory: Tensor) -> Tensor:
         with self.changed:
             assert self.changed.wait_for(lambda: all(len(sent) > number for sent in self.sent), _PATIENCE)
-            self.flying[rank] -= 1
+            self.in_flight[rank] -= 1
             launched = [sent[number] for sent in self.sent]
         assert len({bucket for bucket, _ in launched}) == 1, "ranks launch in different orders"
         assert_same_bits({"memory": memory}, {"memory": launched[rank][1]})
@@ -179,11 +179,11 @@ def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(sizes: list[i
         arrived.add(index)
         full = [all(slot.param in arrived for slot in bucket.slots) for bucket in world.layout.buckets]
         assert world.net.launched(0) == list(range([*full, False].index(False)))
-        assert world.net.flying[0] <= _MOST_IN_FLIGHT
+        assert world.net.in_flight[0] <= _MOST_IN_FLIGHT
     assert ended == [False] * (len(sizes) - 1) + [True]
     assert (reduction.passes, reduction.open, reduction.used) == (1, False, arrived)
     reduction.finish()
-    assert world.net.flying == [0]
+    assert world.net.in_flight == [0]
     world.assert_kept([torch.full((size,), 1.0 + index) for index, size in enumerate(sizes)])
 
 
@@ -427,11 +427,11 @@ def test_one_bucket_can_be_waited_for() -> None:
     world, reduction = _alone([30, 30])
     _send(reduction, [30, 30], 1.0)
     reduction.finish(0)
-    assert (list(reduction.sums), world.net.flying) == ([0], [1])
+    assert (list(reduction.sums), world.net.in_flight) == ([0], [1])
     reduction.finish(0)
-    assert world.net.flying == [1]
+    assert world.net.in_flight == [1]
     reduction.finish(1)
-    assert (list(reduction.sums), world.net.flying) == ([0, 1], [0])
+    assert (list(reduction.sums), world.net.in_flight) == ([0, 1], [0])
 
 
 def test_a_larger_plan_takes_over_what_is_kept() -> None:
@@ -443,7 +443,7 @@ def test_a_larger_plan_takes_over_what_is_kept() -> None:
     _send(reduction, [3, 4], 1.0, accumulate=True)
     reduction.finish()
     assert torch.equal(reduction.sums[0], torch.full((7,), 6.0))
-    assert world.net.flying == [0]
+    assert world.net.in_flight == [0]
 
 
 def test_each_rank_counts_for_its_share() -> None:

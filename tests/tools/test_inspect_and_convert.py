@@ -114,7 +114,7 @@ def test_convert_to_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "story"),
+    ("arguments", "excerpt"),
     [
         (["inspect", "nowhere"], "nowhere is not a checkpoint"),
         (["convert", "nowhere", "out.pt", "--to", "plain"], "nowhere is not a checkpoint"),
@@ -124,7 +124,7 @@ def test_convert_to_another_number_of_ranks(
 )
 def test_errors_are_one_line(
     arguments: list[str],
-    story: str,
+    excerpt: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -132,4 +132,4 @@ def test_errors_are_one_line(
     monkeypatch.chdir(tmp_path)
     assert _run(monkeypatch, *arguments) == 2
     err = capsys.readouterr().err
-    assert story in err and err.count("\n") == 1
+    assert excerpt in err and err.count("\n") == 1

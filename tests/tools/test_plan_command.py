@@ -89,7 +89,7 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "story"),
+    ("arguments", "excerpt"),
     [
         ((), "--model"),
         (("--model", "gpt5"), "gpt5 is none that is known"),
@@ -115,12 +115,12 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], story: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], excerpt: str
 ) -> None:
     assert _run(monkeypatch, *arguments) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("zerostep: ") and err.count("\n") == 1 and story in err
+    assert err.startswith("zerostep: ") and err.count("\n") == 1 and excerpt in err
 
 
 def _documented() -> list[tuple[str, str]]:

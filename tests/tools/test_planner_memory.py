@@ -57,17 +57,17 @@ def _request(recipe: Recipe, ranks: int, **more: Any) -> Request:
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_state_is_that_of_the_inner_optimizers(name: str, world: int) -> None:
-    blueprint = RECIPES[name].planner(Settings(bucket_mb=0.002), _source(), "cuda")
+    planner = RECIPES[name].planner(Settings(bucket_mb=0.002), _source(), "cuda")
     # Adafactor divides by the number of elements.
     shapes = {key: shape for key, shape in SHAPES.items() if key != "nothing" or name != "Adafactor"}
-    groups = RECIPES[name].groups(_source(frozen="layers.0.bias", shapes=shapes), blueprint)
-    layout = blueprint.plan(groups, world)
-    found = sharded(TrainingJob(blueprint, groups, list(shapes), 0, False), layout)
+    groups = RECIPES[name].groups(_source(frozen="layers.0.bias", shapes=shapes), planner)
+    layout = planner.plan(groups, world)
+    found = sharded(TrainingJob(planner, groups, list(shapes), 0, False), layout)
     for rank in range(world):
-        assert int(found.state[rank]) == _stepped(layout, rank, blueprint, groups)
+        assert int(found.state[rank]) == _stepped(layout, rank, planner, groups)
 
 
-def _stepped(layout: Layout, rank: int, blueprint: Any, groups: Any) -> int:
+def _stepped(layout: Layout, rank: int, planner: Any, groups: Any) -> int:
     """The bytes of state of a rank's real inner optimizers, over real leaves, after a step."""
     params, members = all_params(groups), [list[Tensor]() for _ in groups]
     for index, bucket in enumerate(layout.buckets):
@@ -77,7 +77,7 @@ def _stepped(layout: Layout, rank: int, blueprint: Any, groups: Any) -> int:
             for leaf in cut_leaves(layout, rank, index, shard, likes):
                 leaf.tensor.grad = torch.zeros_like(leaf.tensor)
                 members[leaf.group].append(leaf.tensor)
-    inners = InnerOptimizers(groups, members, blueprint.default_class, blueprint.defaults)
+    inners = InnerOptimizers(groups, members, planner.default_class, planner.defaults)
     for optimizer in inners.all:
         optimizer.step()
     entries = [entry for optimizer in inners.all for entry in optimizer.state.values()]
@@ -97,8 +97,8 @@ class Blocks(Optimizer):
 
 
 def test_state_that_grows_in_blocks_is_measured_for_every_length() -> None:
-    blueprint = Recipe(Rule(Blocks)).planner(Settings(), _source(), "cuda")
-    model = StateModel(blueprint, {"params": []})
+    planner = Recipe(Rule(Blocks)).planner(Settings(), _source(), "cuda")
+    model = StateModel(planner, {"params": []})
     assert model.flat(torch.tensor([0, 1, 64, 65, 640]), torch.float32).tolist() == [0, 4, 4, 8, 40]
 
 
@@ -194,11 +194,11 @@ def test_classes_and_dtypes_go_by_name_or_path() -> None:
 
 
 def test_an_optimizer_that_cannot_hold_the_parameters_says_so() -> None:
-    for recipe, story in (
+    for recipe, excerpt in (
         (Recipe(Rule(Muon)), "Muon cannot hold these parameters"),
         (Recipe(Rule(AdamW, {"speed": 3})), "speed"),
         (Recipe(Rule(torch.optim.LBFGS)), "all parameters at once"),
         (Recipe(Rule(dict)), "cannot hold"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(PlanError, match=story):
+        with pytest.raises(PlanError, match=excerpt):
             compare(_request(recipe, 2))

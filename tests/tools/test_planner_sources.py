@@ -115,23 +115,23 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, content: bytes) 
 
 
 @pytest.mark.parametrize(
-    ("entry", "story"),
+    ("entry", "excerpt"),
     [
         ({"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}, "has dtype F4"),
         ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 1]}, "has shape"),
         ({"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}, "no parameters"),
     ],
 )
-def test_tensors_that_cannot_be_trained_are_refused(tmp_path: Path, entry: dict[str, object], story: str) -> None:
+def test_tensors_that_cannot_be_trained_are_refused(tmp_path: Path, entry: dict[str, object], excerpt: str) -> None:
     header = json.dumps({"x": entry}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(PlanError, match=story):
+    with pytest.raises(PlanError, match=excerpt):
         load(str(path))
 
 
 @pytest.mark.parametrize(
-    ("model", "story"),
+    ("model", "excerpt"),
     [
         ("gpt5", "is none that is known: give package.module:factory"),
         ("nowhere.safetensors", "is not a file that is there"),
@@ -144,11 +144,11 @@ def test_tensors_that_cannot_be_trained_are_refused(tmp_path: Path, entry: dict[
         (f"{__name__}:Fails", "fails with RuntimeError: no file"),
     ],
 )
-def test_errors_say_what_to_do_in_one_line(model: str, story: str) -> None:
+def test_errors_say_what_to_do_in_one_line(model: str, excerpt: str) -> None:
     with pytest.raises(PlanError) as caught:
         load(model)
     line = caught.value.format_message()
-    assert story in line and "\n" not in line
+    assert excerpt in line and "\n" not in line
 
 
 def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
