@@ -115,7 +115,7 @@ def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
 
 def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
     planner = request.recipe.planner(request.settings, request.source, request.device)
-    groups = request.recipe.groups(request.source, planner)
+    groups = request.recipe.complete_groups(request.source, planner)
     names = [name for name, _ in request.source.params]
     job = TrainingJob(planner, groups, names, request.source.buffer_bytes, request.on_host, request.gradients_are_views)
     return job, planner.plan(groups, request.shards)

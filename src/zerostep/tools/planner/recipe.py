@@ -16,7 +16,7 @@ from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_position
 from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.sources import Source, resolve
 
-__all__ = ["Recipe", "Rule", "dtype_named", "is_hidden_matrix", "optimizer_class", "parse_options", "split_matrices"]
+__all__ = ["Recipe", "Rule", "dtype_named", "is_hidden_matrix", "optimizer_class", "parse_options"]
 
 Named = tuple[str, nn.Parameter]
 
@@ -55,14 +55,27 @@ class Recipe:
         positions = model_positions(param for _, param in source.params)
         return LayoutPlanner(self.common.build, dict(self.common.options), settings, positions, f"{device}:0")
 
-    def groups(self, source: Source, planner: LayoutPlanner) -> list[Group]:
+    def parts(self, named: Iterable[Named]) -> list[tuple[Rule, list[Named]]]:
+        """Return the named parameters of each rule; matrices first."""
+        matrices, rest = list[Named](), list[Named]()
+        for name, param in named:
+            hidden = self.matrices is not None and is_hidden_matrix(name, param)
+            (matrices if hidden else rest).append((name, param))
+        rules = (self.matrices or self.common, matrices), (self.common, rest)
+        return [(rule, members) for rule, members in rules if members]
+
+    def groups(self, named: Iterable[Named]) -> list[Group]:
+        """Return the parts as parameter groups for one `ShardedOptimizer`."""
+        return [
+            {"params": members}
+            if rule is self.common
+            else {"params": members, **rule.options, "optimizer_class": rule.build}
+            for rule, members in self.parts(named)
+        ]
+
+    def complete_groups(self, source: Source, planner: LayoutPlanner) -> list[Group]:
         """Return parameter groups with all their options; raise `PlanError` if a class does not accept them."""
-        groups: list[Group] = [{"params": list(source.params)}]
-        if self.matrices is not None:
-            matrices, rest = split_matrices(source.params)
-            options = {**self.matrices.options, "optimizer_class": self.matrices.build}
-            groups = [group for group in ({"params": matrices, **options}, {"params": rest}) if group["params"]]
-        return [_complete(group, planner) for group in groups]
+        return [_complete(group, planner) for group in self.groups(source.params)]
 
 
 def _complete(group: Group, planner: LayoutPlanner) -> Group:
@@ -87,14 +100,6 @@ def _check_class(name: object, build: OptimizerClass, group: Group, planner: Lay
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix inside a numbered block; embeddings and heads are not."""
     return param.dim() == 2 and any(part.isdigit() for part in name.split("."))
-
-
-def split_matrices(named: Iterable[Named]) -> tuple[list[Named], list[Named]]:
-    """Split named parameters into the matrices of numbered blocks and all others."""
-    matrices, rest = list[Named](), list[Named]()
-    for name, param in named:
-        (matrices if is_hidden_matrix(name, param) else rest).append((name, param))
-    return matrices, rest
 
 
 # ---------------------------------------------------------------------- from the command line
