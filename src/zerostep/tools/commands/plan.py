@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913
     DDP, whole-parameter sharding, ShardedOptimizer (ZeRO-2) and FSDP-style full sharding are shown side by side.
     """
     from zerostep.tools.planner.comparison import Request, compare
-    from zerostep.tools.planner.picture import check_path
+    from zerostep.tools.planner.picture import check_path, draw
     from zerostep.tools.planner.recipe import Recipe, dtype_named
     from zerostep.tools.planner.sources import load
 
@@ -128,7 +128,7 @@ def plan(  # noqa: PLR0913
     comparison = compare(request)
     _show(comparison, forecast_inputs, as_json)
     if plot is not None:
-        _draw(comparison, plot)
+        draw(comparison, plot)
     return 0
 
 
@@ -190,12 +190,3 @@ def _show(comparison: Comparison, forecast_inputs: Any, as_json: bool) -> None:
     plain = not Console().is_terminal
     console = Console(width=max(_WIDE, Console().width))  # better a long line than one that rich cuts
     console.print(report.as_text(comparison, times, plain), soft_wrap=True, highlight=False)
-
-
-def _draw(comparison: Comparison, path: Path) -> None:
-    from zerostep.tools.planner.picture import draw
-
-    try:
-        draw(comparison, path)
-    except ModuleNotFoundError as missing:
-        raise PlanError(f"--plot needs {missing.name}: pip install 'zerostep[cli]'") from missing
