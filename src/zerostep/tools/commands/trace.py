@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -97,10 +98,10 @@ def _read_or_collect(
 
 
 def _write_chrome(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) -> None:
-    from zerostep.tools.tracing.chrome import write
+    from zerostep.tools.tracing.chrome import merged
 
     try:
-        write(path, traces, views)
+        path.write_text(json.dumps(merged(traces, views)))
     except OSError as error:
         raise TraceError(f"{path} cannot be written: {error.strerror}; choose another --chrome") from error
 
