@@ -174,8 +174,8 @@ def _merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, StateInfo]:
     """Return the state info of all parameters; where ranks share a parameter, that of the lowest rank."""
     merged: dict[str, StateInfo] = {}
     for infos in ranks:
-        for name, (per_element, shared, values) in infos.items():
-            merged.setdefault(name, StateInfo(tuple(per_element), tuple(shared), values))
+        for name, info in infos.items():
+            merged.setdefault(name, StateInfo(*info))
     return merged
 
 
@@ -189,23 +189,20 @@ class _LoadedState:
         self._name, self._info, self._tensors, self._param = name, info, tensors, param
 
     def names(self) -> list[str]:
-        """The keys of all values; without masters if the live optimizer keeps none."""
+        # Without masters if the live optimizer keeps none.
         per_element = [key for key in self._info.per_element if key != MASTER or key in self._tensors]
         return [*per_element, *self._info.shared, *self._info.values]
 
     def is_per_element(self, key: str) -> bool:
-        """Whether a value has one number for each element."""
         return key in self._info.per_element
 
     def elements(self, key: str, part: Span) -> Tensor:
-        """Return some elements of a per-element value."""
         tensor = self._tensors[key]
         inside = part.shift(-tensor.wanted.offsets[0])
         loaded: Tensor = tensor.loaded[inside.start : inside.stop]
         return loaded
 
     def whole(self, key: str) -> Any:
-        """Return a value as an unsharded optimizer has it."""
         if key in self._info.values:
             return self._info.values[key]
         if key in self._info.shared:
