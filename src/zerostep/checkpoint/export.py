@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from zerostep.checkpoint.tensor_file import has_name, header_of, memory_of
 from zerostep.errors import CheckpointError
 from zerostep.state.param_state import MASTER
 
-__all__ = ["consolidate", "opened"]
+__all__ = ["consolidate", "open_verified"]
 
 Tree = dict[Any, Any]
 
@@ -41,7 +40,8 @@ def consolidate(
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     write = _writer(part, target, masters)
     check_free(target)
-    with opened(source) as reader, new_file(target) as file:
+    reader = open_verified(source)
+    with new_file(target) as file:
         write(reader, file)
 
 
@@ -59,13 +59,12 @@ def _writer(part: str, out: Path, masters: bool) -> Callable[[Reader, Any], None
     return writers[part, out.suffix]
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Reader]:
+def open_verified(path: Path) -> Reader:
     """Open a checkpoint after comparing all its files with their checksums."""
     manifest = read_manifest(path)
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
         verify(path, manifest, range(len(manifest.files)), advance)
-    yield Reader(path, manifest)
+    return Reader(path, manifest)
 
 
 # ---------------------------------------------------------------------- state dicts of tensors on disk

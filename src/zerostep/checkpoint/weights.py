@@ -140,11 +140,10 @@ def apply_weights(reader: Reader, model: nn.Module) -> None:
 def _fill(reader: Reader, index: int, target: Tensor) -> None:
     """Load a parameter; from its masters if they were saved and the dtype differs from the saved one."""
     whole = Span(0, target.numel())
+    read = partial(reader.weight, index)
     if MASTER in reader.per_element_keys(index) and target.dtype != reader.weight_dtype(index):
-        flat = in_order(reader, index, target, whole, partial(reader.elements, index, MASTER))
-    else:
-        flat = in_order(reader, index, target, whole, partial(reader.weight, index))
-    target.copy_(shaped(flat, target))
+        read = partial(reader.elements, index, MASTER)
+    target.copy_(shaped(in_order(reader, index, target, whole, read), target))
 
 
 def _is_extra(key: str) -> bool:
