@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,10 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from zerostep.tools.demo import Demo, Progress, RunReport, compare_runs, run_demo
 from zerostep.tools.tables import make_table
-
-if TYPE_CHECKING:
-    from zerostep.tools.demo import Demo, Progress, RunReport
 
 __all__ = ["EPILOG", "demo"]
 
@@ -38,8 +36,6 @@ def demo(
     ] = None,
 ) -> int:
     """Train a small GPT with plain DDP, the drop-in and ShardedOptimizer; compare memory, time and numbers."""
-    from zerostep.tools.demo import Demo, compare_runs, run_demo
-
     console = Console()
     settings = Demo(ranks, steps, optimizer, device)
     settings.check()

@@ -13,8 +13,11 @@ from rich.table import Table
 
 from zerostep.tools.errors import TraceError
 from zerostep.tools.tables import make_table
+from zerostep.tools.tracing.chrome import merged
+from zerostep.tools.tracing.collect import TraceJob, collect
 from zerostep.tools.tracing.events import RankTrace, read, sort_by_rank
 from zerostep.tools.tracing.intervals import total
+from zerostep.tools.tracing.picture import check_paths, draw
 from zerostep.tools.tracing.step import StepView, common_step, view_step
 
 __all__ = ["CONTEXT", "EPILOG", "trace"]
@@ -61,8 +64,6 @@ def trace(
 
     The script runs as under torchrun, and is ended after the step.
     """
-    from zerostep.tools.tracing.picture import check_paths, draw
-
     pictures = out or ([Path("trace.svg")] if chrome is None else [])
     check_paths(pictures)
     console = Console()
@@ -90,16 +91,12 @@ def _read_or_collect(
         raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
     if script is None:
         return sort_by_rank([read(path, index) for index, path in enumerate(reads)])
-    from zerostep.tools.tracing.collect import TraceJob, collect
-
     number = _STEP if step is None else step
     with console.status(f"running {script.name} on {ranks} ranks up to step {number}"):
         return collect(TraceJob(script, arguments, ranks, number, timeout))
 
 
 def _write_chrome(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) -> None:
-    from zerostep.tools.tracing.chrome import merged
-
     try:
         path.write_text(json.dumps(merged(traces, views)))
     except OSError as error:

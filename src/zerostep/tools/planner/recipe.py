@@ -144,8 +144,10 @@ def _value(text: str, option: str) -> Any:
         return text
 
 
-def dtype_named(text: str, option: str) -> torch.dtype:
-    """Return a floating-point dtype by its name, such as `bfloat16` or `bf16`."""
+def dtype_named(text: str | None, option: str) -> torch.dtype | None:
+    """Return a floating-point dtype by its name, such as `bfloat16` or `bf16`; `None` if no name is given."""
+    if not text:
+        return None
     short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
     dtype = getattr(torch, short.get(text, text.removeprefix("torch.")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
