@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ __all__ = ["consolidate", "open_verified"]
 
 Tree = dict[Any, Any]
 
+_SUFFIXES = {"optimizer": (".pt",), "model": (".pt", ".safetensors")}
+
 
 def consolidate(
     path: str | os.PathLike[str], out: str | os.PathLike[str], part: str = "optimizer", *, masters: bool = False
@@ -38,25 +39,17 @@ def consolidate(
         masters: with `part="optimizer"`, also write masters, as the state `"master"`; plain optimizers ignore it.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
-    write = _writer(part, target, masters)
+    if part not in _SUFFIXES:
+        raise ValueError(f"part must be 'optimizer' or 'model', got {part!r}")
+    if target.suffix not in _SUFFIXES[part]:
+        suffixes = " or ".join(_SUFFIXES[part])
+        raise CheckpointError(f"{target.name!r} must end in {suffixes} for part={part!r}: choose such a name")
     check_free(target)
     reader = open_verified(source)
+    tree = _model(reader) if part == "model" else _optimizer(reader, masters)
+    write = _write_pt if target.suffix == ".pt" else _write_safetensors
     with new_file(target) as file:
-        write(reader, file)
-
-
-def _writer(part: str, out: Path, masters: bool) -> Callable[[Reader, Any], None]:
-    writers: dict[tuple[str, str], Callable[[Reader, Any], None]] = {
-        ("optimizer", ".pt"): lambda reader, file: _write_pt(out, _optimizer(reader, masters), file),
-        ("model", ".pt"): lambda reader, file: _write_pt(out, _model(reader), file),
-        ("model", ".safetensors"): lambda reader, file: _write_safetensors(out, _model(reader), file),
-    }
-    suffixes = [suffix for known, suffix in writers if known == part]
-    if not suffixes:
-        raise ValueError(f"part must be 'optimizer' or 'model', got {part!r}")
-    if out.suffix not in suffixes:
-        raise CheckpointError(f"{out.name!r} must end in {' or '.join(suffixes)} for part={part!r}: choose such a name")
-    return writers[part, out.suffix]
+        write(target, tree, file)
 
 
 def open_verified(path: Path) -> Reader:

@@ -66,7 +66,9 @@ def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None =
     with agreed(everyone):
         reader = Reader(source, manifest)
     _apply(reader, view, model)
-    return _loaded(source, manifest, everyone.rank, everyone.world_size)
+    extras = manifest.extra
+    own = extras[everyone.rank] if len(extras) == everyone.world_size > 1 else extras[0] if extras else None
+    return Checkpoint(source, manifest.step, manifest.layout.world_size, own, extras)
 
 
 def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None:
@@ -90,12 +92,6 @@ def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None
         # Raised on every rank, wherever it failed: some ranks may have applied everything, others only a part.
         view.mark_broken(f"loading {reader.path} failed half-way: {error}")
         raise
-
-
-def _loaded(path: Path, manifest: Manifest, rank: int, world_size: int) -> Checkpoint:
-    extras = manifest.extra
-    own = extras[rank] if len(extras) == world_size > 1 else extras[0] if extras else None
-    return Checkpoint(path, manifest.step, manifest.layout.world_size, own, extras)
 
 
 # ---------------------------------------------------------------------- matching parameters

@@ -183,10 +183,6 @@ class Reader:
         """Return a tensor of the model that is not a parameter of the optimizer."""
         return take(self._files[rank], f"buffer.{position}")
 
-    def buffer_shape(self, rank: int, position: int) -> tuple[int, ...]:
-        """Return the shape of a tensor of the model that is not a parameter of the optimizer."""
-        return self._files[rank].shape(f"buffer.{position}")
-
     def spec(self, index: int) -> ParamSpec:
         """Return the spec of a parameter."""
         return self.manifest.layout.params[index]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.checkpoint.reader import Reader, in_order
+from zerostep.checkpoint.tensor_file import TensorFile
 from zerostep.comm.objects import copy_object
 from zerostep.errors import CheckpointError
 from zerostep.optim.view import OptimizerView
@@ -117,7 +118,7 @@ def _shape(reader: Reader, saved: Mapping[str, tuple[Any, ...]], key: str) -> tu
         return _shape(reader, saved, rest[0])
     if kind == "param":
         return reader.spec(rest[0]).shape
-    return reader.buffer_shape(*rest) if kind == "buffer" else None
+    return reader.buffer(rest[0], rest[1], TensorFile.shape) if kind == "buffer" else None
 
 
 def apply_weights(reader: Reader, model: nn.Module) -> None:

@@ -67,7 +67,14 @@ def trace(
     pictures = out or ([Path("trace.svg")] if chrome is None else [])
     check_paths(pictures)
     console = Console()
-    traces = _read_or_collect(console, script, arguments or [], reads or [], ranks, step, timeout)
+    if (script is None) == (not reads):
+        raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
+    if script is None:
+        traces = sort_by_rank([read(path, index) for index, path in enumerate(reads or [])])
+    else:
+        job = TraceJob(script, arguments or [], ranks, _STEP if step is None else step, timeout)
+        with console.status(f"running {script.name} on {ranks} ranks up to step {job.step}"):
+            traces = collect(job)
     number = common_step(traces, step)
     views = [view_step(trace, number) for trace in traces]
     draw(views, number, script.name if script is not None else "profile", pictures)
@@ -76,24 +83,6 @@ def trace(
     console.print(_table(views))
     console.print(f"step {number}: {', '.join(map(str, [*pictures, *([chrome] if chrome else [])]))}", soft_wrap=True)
     return 0
-
-
-def _read_or_collect(
-    console: Console,
-    script: Path | None,
-    arguments: Sequence[str],
-    reads: Sequence[Path],
-    ranks: int,
-    step: int | None,
-    timeout: float,
-) -> list[RankTrace]:
-    if (script is None) == (not reads):
-        raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
-    if script is None:
-        return sort_by_rank([read(path, index) for index, path in enumerate(reads)])
-    number = _STEP if step is None else step
-    with console.status(f"running {script.name} on {ranks} ranks up to step {number}"):
-        return collect(TraceJob(script, arguments, ranks, number, timeout))
 
 
 def _write_chrome(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) -> None:
