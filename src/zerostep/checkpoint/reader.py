@@ -246,11 +246,9 @@ class StoredState:
         wider = (
             with_weights and index in reader.with_weights and reader.weight_dtype(index).itemsize > param.dtype.itemsize
         )
-        self._weights_as_masters = wider and MASTER not in reader.per_element_keys(index)
-
-    @cached_property
-    def _per_element(self) -> list[str]:
-        return [*self._reader.per_element_keys(self._index), *([MASTER] if self._weights_as_masters else [])]
+        self._per_element = list(reader.per_element_keys(index))
+        self._weights_as_masters = wider and MASTER not in self._per_element
+        self._per_element += [MASTER] if self._weights_as_masters else []
 
     def names(self) -> list[str]:
         """The keys of all values."""

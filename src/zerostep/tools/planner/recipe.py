@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zerostep.plan.groups import Group, OptimizerClass, class_of, own_options
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.tools.errors import PlanError
-from zerostep.tools.planner.sources import Source, resolve
+from zerostep.tools.planner.sources import Source, meta_parameter, resolve
 
 __all__ = ["Recipe", "Rule", "dtype_named", "is_hidden_matrix", "optimizer_class", "parse_options"]
 
@@ -85,16 +85,11 @@ def _complete(group: Group, planner: LayoutPlanner) -> Group:
         complete_group = planner.complete(group)
     except Exception as error:
         raise PlanError(f"{name} cannot hold these parameters: {error}: change --optimizer or --option") from error
-    _check_class(name, build, complete_group, planner)
-    return complete_group
-
-
-def _check_class(name: object, build: OptimizerClass, group: Group, planner: LayoutPlanner) -> None:
-    """Raise `PlanError` if the class, called with the group's options, makes something that is no optimizer."""
-    constructor = planner.constructor_options(build)
-    made = build([{**own_options(group), "params": [nn.Parameter(torch.empty(2, 2, device="meta"))]}], **constructor)
+    trial = {**own_options(complete_group), "params": [meta_parameter((2, 2), torch.float32)]}
+    made = build([trial], **planner.constructor_options(build))
     if not isinstance(made, Optimizer):
         raise PlanError(f"{name} makes a {type(made).__name__}: --optimizer must name a torch.optim.Optimizer class")
+    return complete_group
 
 
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
