@@ -204,7 +204,7 @@ def _read_everything(reader: Reader) -> int:
             whole = Span(0, reader.spec(rest[0]).numel)
             assert reader.weight(rest[0], whole).dtype == reader.weight_dtype(rest[0])
         elif kind == "buffer":
-            assert tuple(reader.buffer(*rest).shape) == reader.buffer_shape(*rest)
+            assert tuple(reader.buffer(*rest).shape) == reader.buffer(rest[0], rest[1], TensorFile.shape)
         count += kind in ("param", "buffer")
     return count
 

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from zerostep.tools import cli
-from zerostep.tools.demo import GPT, GPTShape, RankReport, RunReport, compare_runs, largest_difference
-from zerostep.tools.demo.choices import CHOICES, parts, predicted
+from zerostep.tools.demo import GPT, GPTShape, RunReport, compare_runs, largest_difference
 from zerostep.tools.demo.report import Sizes
+from zerostep.tools.demo.training import CHOICES, predicted
 
 SIZES = Sizes(4, 4, 8)
 
 
-def rank(*differences: float) -> RankReport:
+def rank(*differences: float) -> list[RunReport]:
     names = ["plain DDP", "drop-in", "ShardedOptimizer"]
     found = zip(names, [0.0, *differences], strict=True)
-    return RankReport([RunReport(name, SIZES, SIZES, 1.0, 8, True, 0.1, 5.0, 2.0, gap) for name, gap in found])
+    return [RunReport(name, SIZES, SIZES, 1.0, 8, 0.1, 5.0, 2.0, gap) for name, gap in found]
 
 
 def test_equal_runs_pass() -> None:
@@ -50,7 +50,7 @@ def test_largest_difference() -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_predictions_of_every_choice(name: str) -> None:
     model = GPT(GPTShape(context=16, width=32, heads=2, layers=1))
-    ranks = predicted(CHOICES[name], model, 2, on_host=True)
+    ranks = predicted(CHOICES[name], model, 2, "cpu")
     total = sum(param.nbytes for param in model.parameters())
     for plain, dropped_in, cut in ranks:
         assert plain.parameters == dropped_in.parameters == plain.gradients == dropped_in.gradients == total
@@ -59,16 +59,16 @@ def test_predictions_of_every_choice(name: str) -> None:
     whole = ranks[0][0].state
     counters = 8 * len(list(model.parameters()))
     assert whole <= sum(found[1].state for found in ranks) <= whole + counters
-    held = {id(param) for part in parts(CHOICES[name], model) for _, param in part.named}
+    held = {id(param) for _, named in CHOICES[name].parts(model.named_parameters()) for _, param in named}
     assert held == {id(param) for param in model.parameters()}
 
 
 def test_muon_has_the_matrices_of_the_blocks() -> None:
     model = GPT(GPTShape(context=16, width=32, heads=2, layers=1))
-    matrices, rest = parts(CHOICES["muon"], model)
-    assert matrices.optimizer_class is torch.optim.Muon and rest.optimizer_class is torch.optim.AdamW
-    assert all(isinstance(p, nn.Parameter) and p.dim() == 2 for _, p in matrices.named)
-    assert "token.weight" in dict(rest.named) and "head.weight" in dict(rest.named)
+    (muon, matrices), (adamw, rest) = CHOICES["muon"].parts(model.named_parameters())
+    assert muon.build is torch.optim.Muon and adamw.build is torch.optim.AdamW
+    assert all(isinstance(p, nn.Parameter) and p.dim() == 2 for _, p in matrices)
+    assert "token.weight" in dict(rest) and "head.weight" in dict(rest)
 
 
 @pytest.mark.parametrize(

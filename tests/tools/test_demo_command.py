@@ -45,8 +45,8 @@ def test_whole_matrices_and_progress() -> None:
     reports = run_demo(Demo(ranks=2, steps=2, optimizer="muon", device="cpu"), told.append)
     passed, lines = compare_runs(reports)
     assert passed, lines
-    for report in reports:
-        for run in report.runs:
+    for runs in reports:
+        for run in runs:
             for name in ("parameters", "state"):
                 assert getattr(run.measured, name) == getattr(run.predicted, name), (run.name, name)
             # What is under way when backward ends depends on the order in which gradients come, which is only about

@@ -60,7 +60,7 @@ def test_the_state_is_that_of_the_inner_optimizers(name: str, world: int) -> Non
     planner = RECIPES[name].planner(Settings(bucket_mb=0.002), _source(), "cuda")
     # Adafactor divides by the number of elements.
     shapes = {key: shape for key, shape in SHAPES.items() if key != "nothing" or name != "Adafactor"}
-    groups = RECIPES[name].groups(_source(frozen="layers.0.bias", shapes=shapes), planner)
+    groups = RECIPES[name].complete_groups(_source(frozen="layers.0.bias", shapes=shapes), planner)
     layout = planner.plan(groups, world)
     found = sharded(TrainingJob(planner, groups, list(shapes), 0, False), layout)
     for rank in range(world):

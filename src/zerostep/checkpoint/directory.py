@@ -24,7 +24,7 @@ from zerostep.checkpoint.manifest import MOST_BYTES, NAME, Manifest
 from zerostep.checkpoint.tensor_file import sync_directory, write_bytes
 from zerostep.errors import CheckpointError
 
-__all__ = ["complete_in", "draft_of", "locked_draft", "newest", "prune", "publish", "read_manifest"]
+__all__ = ["complete_in", "draft_of", "locked_draft", "prune", "publish", "read_manifest"]
 
 logger = logging.getLogger("zerostep")
 
@@ -120,9 +120,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read_text(path: Path) -> bytes:
-    # Not a pipe or a device, which may block or never end.
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise CheckpointError(f"{path} is not a plain file; load another checkpoint")
+    _plain_size(path)  # not a pipe or a device, which may block or never end
     with open(path, "rb") as file:
         text = file.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
@@ -144,39 +142,30 @@ def _describe_missing(path: Path, error: OSError) -> str:
 
 def _check_size(path: Path, nbytes: int) -> None:
     try:
-        status = path.lstat()
+        size = _plain_size(path)
     except OSError as error:
         raise CheckpointError(f"{path} is missing: {error.strerror}; load another checkpoint") from error
+    if size != nbytes:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes instead of {nbytes}; load another checkpoint")
+
+
+def _plain_size(path: Path) -> int:
+    status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a plain file; load another checkpoint")
-    if status.st_size != nbytes:
-        raise CheckpointError(
-            f"{path} is damaged: it has {status.st_size} bytes instead of {nbytes}; load another checkpoint"
-        )
+    return status.st_size
 
 
 def complete_in(root: Path) -> list[tuple[Path, Manifest]]:
     """Return the complete checkpoints in a directory, oldest first."""
-    return sorted(_complete(root), key=lambda item: (item[1].created, item[1].step, item[0].name))
-
-
-def _complete(root: Path) -> Iterator[tuple[Path, Manifest]]:
-    try:
-        names = sorted(os.listdir(root))
-    except OSError:
-        return
+    names, checkpoints = list[str](), list[tuple[Path, Manifest]]()
+    with suppress(OSError):
+        names = os.listdir(root)
     for name in names:
         if not name.startswith(".") and (root / name / NAME).is_file():
-            try:
-                yield root / name, read_manifest(root / name)
-            except CheckpointError:
-                continue
-
-
-def newest(root: Path) -> tuple[Path, Manifest] | None:
-    """Return the newest complete checkpoint in a directory."""
-    checkpoints = complete_in(root)
-    return checkpoints[-1] if checkpoints else None
+            with suppress(CheckpointError):
+                checkpoints.append((root / name, read_manifest(root / name)))
+    return sorted(checkpoints, key=lambda item: (item[1].created, item[1].step, item[0].name))
 
 
 def prune(path: Path, keep: int) -> None:

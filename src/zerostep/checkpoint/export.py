@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,11 @@ from zerostep.checkpoint.tensor_file import has_name, header_of, memory_of
 from zerostep.errors import CheckpointError
 from zerostep.state.param_state import MASTER
 
-__all__ = ["consolidate", "opened"]
+__all__ = ["consolidate", "open_verified"]
 
 Tree = dict[Any, Any]
+
+_SUFFIXES = {"optimizer": (".pt",), "model": (".pt", ".safetensors")}
 
 
 def consolidate(
@@ -39,33 +39,25 @@ def consolidate(
         masters: with `part="optimizer"`, also write masters, as the state `"master"`; plain optimizers ignore it.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
-    write = _writer(part, target, masters)
-    check_free(target)
-    with opened(source) as reader, new_file(target) as file:
-        write(reader, file)
-
-
-def _writer(part: str, out: Path, masters: bool) -> Callable[[Reader, Any], None]:
-    writers: dict[tuple[str, str], Callable[[Reader, Any], None]] = {
-        ("optimizer", ".pt"): lambda reader, file: _write_pt(out, _optimizer(reader, masters), file),
-        ("model", ".pt"): lambda reader, file: _write_pt(out, _model(reader), file),
-        ("model", ".safetensors"): lambda reader, file: _write_safetensors(out, _model(reader), file),
-    }
-    suffixes = [suffix for known, suffix in writers if known == part]
-    if not suffixes:
+    if part not in _SUFFIXES:
         raise ValueError(f"part must be 'optimizer' or 'model', got {part!r}")
-    if out.suffix not in suffixes:
-        raise CheckpointError(f"{out.name!r} must end in {' or '.join(suffixes)} for part={part!r}: choose such a name")
-    return writers[part, out.suffix]
+    if target.suffix not in _SUFFIXES[part]:
+        suffixes = " or ".join(_SUFFIXES[part])
+        raise CheckpointError(f"{target.name!r} must end in {suffixes} for part={part!r}: choose such a name")
+    check_free(target)
+    reader = open_verified(source)
+    tree = _model(reader) if part == "model" else _optimizer(reader, masters)
+    write = _write_pt if target.suffix == ".pt" else _write_safetensors
+    with new_file(target) as file:
+        write(target, tree, file)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Reader]:
+def open_verified(path: Path) -> Reader:
     """Open a checkpoint after comparing all its files with their checksums."""
     manifest = read_manifest(path)
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
         verify(path, manifest, range(len(manifest.files)), advance)
-    yield Reader(path, manifest)
+    return Reader(path, manifest)
 
 
 # ---------------------------------------------------------------------- state dicts of tensors on disk

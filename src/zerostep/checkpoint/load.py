@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zerostep.checkpoint.directory import newest, read_manifest
+from zerostep.checkpoint.directory import complete_in, read_manifest
 from zerostep.checkpoint.manifest import Manifest
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, StoredState, verify
@@ -66,7 +66,9 @@ def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None =
     with agreed(everyone):
         reader = Reader(source, manifest)
     _apply(reader, view, model)
-    return _loaded(source, manifest, everyone.rank, everyone.world_size)
+    extras = manifest.extra
+    own = extras[everyone.rank] if len(extras) == everyone.world_size > 1 else extras[0] if extras else None
+    return Checkpoint(source, manifest.step, manifest.layout.world_size, own, extras)
 
 
 def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None:
@@ -90,12 +92,6 @@ def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None
         # Raised on every rank, wherever it failed: some ranks may have applied everything, others only a part.
         view.mark_broken(f"loading {reader.path} failed half-way: {error}")
         raise
-
-
-def _loaded(path: Path, manifest: Manifest, rank: int, world_size: int) -> Checkpoint:
-    extras = manifest.extra
-    own = extras[rank] if len(extras) == world_size > 1 else extras[0] if extras else None
-    return Checkpoint(path, manifest.step, manifest.layout.world_size, own, extras)
 
 
 # ---------------------------------------------------------------------- matching parameters
@@ -134,14 +130,8 @@ def _check_groups(manifest: Manifest, view: OptimizerView) -> None:
 
 
 def _by_name(manifest: Manifest, view: OptimizerView) -> dict[int, int]:
-    ours, theirs = view.layout.params, manifest.layout.params
-    known = {
-        name: index for index, name in bare_names(theirs, _indices(group.params for group in manifest.groups)).items()
-    }
-    wanted = {
-        name: index
-        for index, name in bare_names(ours, _indices(group["params"] for group in pack_groups(view.groups))).items()
-    }
+    known = _index_of(manifest.layout.params, (group.params for group in manifest.groups))
+    wanted = _index_of(view.layout.params, (group["params"] for group in pack_groups(view.groups)))
     for verb, missing in (("lacks", wanted.keys() - known.keys()), ("has", known.keys() - wanted.keys())):
         if missing:
             raise CheckpointError(
@@ -150,9 +140,9 @@ def _by_name(manifest: Manifest, view: OptimizerView) -> dict[int, int]:
     return {index: known[name] for name, index in wanted.items()}
 
 
-def _indices(groups: Iterable[Sequence[int]]) -> list[int]:
-    """Return the parameter indices in all groups, each once."""
-    return sorted(set(chain.from_iterable(groups)))
+def _index_of(specs: Sequence[ParamSpec], groups: Iterable[Sequence[int]]) -> dict[str, int]:
+    """Return the index of each parameter in the groups by its name."""
+    return {name: index for index, name in bare_names(specs, sorted(set(chain.from_iterable(groups)))).items()}
 
 
 def bare_names(specs: Sequence[ParamSpec], indices: Sequence[int]) -> dict[int, str]:
@@ -193,7 +183,7 @@ def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None
     group = process_group if process_group is not None or not dist.is_initialized() else dist.group.WORLD
     transport = NullTransport() if group is None else connect(group)
     with agreed(transport) as agreement:
-        checkpoint = newest(Path(os.path.abspath(root)))
-        description = "none" if checkpoint is None else f"{checkpoint[0].name!r}, {checkpoint[1].id}"
+        newest = complete_in(Path(os.path.abspath(root)))[-1:]
+        description = "".join(f"{path.name!r}, {manifest.id}" for path, manifest in newest) or "none"
         agreement.compare([Fact("the newest checkpoint", description)], _REMEDY)
-    return None if checkpoint is None else checkpoint[0]
+    return newest[0][0] if newest else None

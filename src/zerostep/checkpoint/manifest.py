@@ -157,7 +157,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         groups=tuple(_group(group, layout) for group in _exact(body["groups"], list)),
         model=None if body["model"] is None else tuple(_model(_exact(body["model"], list), layout)),
         extra=tuple(decode_value(extra) for extra in _exact(body["extra"], list)),
-        files=tuple(_file(rank, file) for rank, file in enumerate(_files(body["files"], layout))),
+        files=_files(_exact(body["files"], list), layout),
         written_by=_exact(body["written_by"], str),
     )
 
@@ -192,11 +192,10 @@ def _encode_entry(entry: Sequence[Any]) -> list[Any]:
     return [key, kind, encode_value(rest[0])] if kind == "value" else list(entry)
 
 
-def _files(value: Any, layout: Layout) -> list[Any]:
-    files: list[Any] = _exact(value, list)
+def _files(files: Sequence[Any], layout: Layout) -> tuple[FileRecord, ...]:
     if len(files) != layout.world_size:
         raise ValueError(f"it lists {len(files)} files for {layout.world_size} ranks")
-    return files
+    return tuple(_file(rank, file) for rank, file in enumerate(files))
 
 
 def _file(rank: int, file: Mapping[str, Any]) -> FileRecord:

@@ -62,15 +62,13 @@ class Reader:
         self.manifest = read_manifest(path) if manifest is None else manifest
         self._files: list[TensorFile] = []
         for rank, record in enumerate(self.manifest.files):
-            self._files.append(TensorFile(path / record.name))
-            self._check_identity(self._files[-1], rank)
+            file = TensorFile(path / record.name)
+            if (file.metadata.get("id"), file.metadata.get("rank")) != (self.manifest.id, rank):
+                raise file.damage_error("it is the file of another rank or of another checkpoint")
+            self._files.append(file)
         self._parts = self._find_parts()
 
     # ------------------------------------------------------------------ what it holds, checked on opening
-
-    def _check_identity(self, file: TensorFile, rank: int) -> None:
-        if (file.metadata.get("id"), file.metadata.get("rank")) != (self.manifest.id, rank):
-            raise file.damage_error("it is the file of another rank or of another checkpoint")
 
     def _find_parts(self) -> dict[int, list[_StoredPart]]:
         parts_of: dict[int, list[_StoredPart]] = {}
@@ -172,12 +170,9 @@ class Reader:
         """Return some elements of a parameter, in the order of its memory when it was saved."""
         return self._elements(index, f"model.{index}", span)
 
-    def has_weight(self, index: int) -> bool:
-        """Whether the model's state dict had this parameter."""
-        return index in self._weights
-
     @cached_property
-    def _weights(self) -> frozenset[int]:
+    def with_weights(self) -> frozenset[int]:
+        """The indices of the parameters that the model's state dict had."""
         return frozenset(rest[0] for _, kind, *rest in self.manifest.model or () if kind == "param")
 
     def weight_dtype(self, index: int) -> torch.dtype:
@@ -187,10 +182,6 @@ class Reader:
     def buffer(self, rank: int, position: int, take: Take = TensorFile.whole) -> Any:
         """Return a tensor of the model that is not a parameter of the optimizer."""
         return take(self._files[rank], f"buffer.{position}")
-
-    def buffer_shape(self, rank: int, position: int) -> tuple[int, ...]:
-        """Return the shape of a tensor of the model that is not a parameter of the optimizer."""
-        return self._files[rank].shape(f"buffer.{position}")
 
     def spec(self, index: int) -> ParamSpec:
         """Return the spec of a parameter."""
@@ -252,12 +243,12 @@ class StoredState:
 
     def __init__(self, reader: Reader, index: int, param: Tensor, with_weights: bool) -> None:
         self._reader, self._index, self._param = reader, index, param
-        wider = with_weights and reader.has_weight(index) and reader.weight_dtype(index).itemsize > param.dtype.itemsize
-        self._weights_as_masters = wider and MASTER not in reader.per_element_keys(index)
-
-    @cached_property
-    def _per_element(self) -> list[str]:
-        return [*self._reader.per_element_keys(self._index), *([MASTER] if self._weights_as_masters else [])]
+        wider = (
+            with_weights and index in reader.with_weights and reader.weight_dtype(index).itemsize > param.dtype.itemsize
+        )
+        self._per_element = list(reader.per_element_keys(index))
+        self._weights_as_masters = wider and MASTER not in self._per_element
+        self._per_element += [MASTER] if self._weights_as_masters else []
 
     def names(self) -> list[str]:
         """The keys of all values."""
@@ -269,9 +260,10 @@ class StoredState:
 
     def elements(self, key: str, part: Span) -> Tensor:
         """Return some elements of a per-element value, in the order of the live parameter's memory."""
+        read = partial(self._reader.elements, self._index, key)
         if key == MASTER and self._weights_as_masters:
-            return in_order(self._reader, self._index, self._param, part, partial(self._reader.weight, self._index))
-        return in_order(self._reader, self._index, self._param, part, partial(self._reader.elements, self._index, key))
+            read = partial(self._reader.weight, self._index)
+        return in_order(self._reader, self._index, self._param, part, read)
 
     def whole(self, key: str) -> Any:
         """Return a value as an unsharded optimizer has it."""

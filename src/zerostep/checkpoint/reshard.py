@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerostep.checkpoint.directory import draft_of, locked_draft, publish
-from zerostep.checkpoint.export import opened
+from zerostep.checkpoint.directory import locked_draft, publish
+from zerostep.checkpoint.export import open_verified
 from zerostep.checkpoint.manifest import FileRecord, file_name
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, Take
-from zerostep.checkpoint.single_file import check_free
+from zerostep.checkpoint.single_file import check_free, new_draft
 from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import TensorFile, write_streamed
 from zerostep.comm.codec import encode
@@ -51,28 +50,19 @@ def reshard(path: str | os.PathLike[str], out: str | os.PathLike[str], world_siz
     if target.name.startswith("."):
         raise CheckpointError(f"{target.name!r} begins with a dot, as unfinished checkpoints do: choose another name")
     check_free(target)
-    with opened(source) as reader:
-        _write(reader, target, divide(reader.manifest.layout, world_size))
+    reader = open_verified(source)
+    _write(reader, target, divide(reader.manifest.layout, world_size))
 
 
 def _write(reader: Reader, target: Path, layout: Layout) -> None:
-    token = secrets.token_hex(16)
-    draft, old = draft_of(target, token), reader.manifest
+    token, old = secrets.token_hex(16), reader.manifest
     entries = None if old.model is None else _entries(reader, old.model, layout.world_size)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with locked_draft(draft):
-            files = _write_files(reader, draft, token, layout, entries)
-            # The original's time plus one: the copy must not become the newest checkpoint of a series.
-            new = replace(old, id=token, created=old.created + 1, layout=layout, model=entries, files=files)
-            check_free(target)
-            publish(draft, target, replace(new, written_by=__version__))
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} could not be written: {error}; nothing is left of it: make room, or choose another place"
-        ) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with new_draft(target, token) as draft, locked_draft(draft):
+        files = _write_files(reader, draft, token, layout, entries)
+        # The original's time plus one: the copy must not become the newest checkpoint of a series.
+        new = replace(old, id=token, created=old.created + 1, layout=layout, model=entries, files=files)
+        check_free(target)
+        publish(draft, target, replace(new, written_by=__version__))
 
 
 # ---------------------------------------------------------------------- the model's entries
@@ -153,10 +143,6 @@ def _write_files(
     with progress(f"writing {layout.world_size} files", total) as advance:
         for rank in range(layout.world_size):
             file = _file(reader, token, layout, entries, rank)
-            chunks = _chunks_of(file.tensors)
-            records.append(write_streamed(draft / file_name(rank), file.tensors, file.metadata, chunks, advance))
+            path = draft / file_name(rank)
+            records.append(write_streamed(path, file.tensors, file.metadata, StoredTensor.chunks, advance))
     return tuple(records)
-
-
-def _chunks_of(tensors: Mapping[str, StoredTensor]) -> Callable[[str], Any]:
-    return lambda name: tensors[name].chunks()

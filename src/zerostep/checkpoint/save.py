@@ -184,11 +184,8 @@ def _describe_state(view: OptimizerView, tensors: dict[str, Tensor]) -> dict[str
 def _groups(view: OptimizerView) -> list[GroupRecord]:
     packed = pack_groups(view.groups)
     return [
-        GroupRecord(
-            copy_object(own_options(group)),  # training may change them during a background save
-            tuple(group["params"]),
-            name,
-        )
+        # Copied: training may change options during a background save.
+        GroupRecord(copy_object(own_options(group)), tuple(group["params"]), name)
         for group, name in zip(packed, view.optimizer_names, strict=True)
     ]
 
@@ -308,11 +305,8 @@ def _all_gather_records(transport: Transport, content: _Content, record: FileRec
     words = [-1, 0, 0, 0, 0, 0]
     if record is not None:
         digest = bytes.fromhex(record.sha256)
-        words = [
-            content.rank,
-            record.nbytes,
-            *(int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)),
-        ]
+        digest_words = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
+        words = [content.rank, record.nbytes, *digest_words]
     rows = sorted(row for row in transport.all_gather_ints(words) if row[0] >= 0)
     return [
         FileRecord(file_name(rank), nbytes, b"".join(word.to_bytes(8, "big", signed=True) for word in digest).hex())

@@ -1,9 +1,10 @@
-"""A single output file that exists completely or not at all."""
+"""A new file or directory, written offline, that exists completely or not at all."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,29 +14,37 @@ from zerostep.checkpoint.directory import draft_of
 from zerostep.checkpoint.tensor_file import sync_directory
 from zerostep.errors import CheckpointError
 
-__all__ = ["check_free", "new_file"]
+__all__ = ["check_free", "new_draft", "new_file"]
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write to; it gets its name when it is complete and on disk, and a failure leaves nothing."""
     check_free(path)
-    draft = draft_of(path, secrets.token_hex(16))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with new_draft(path, secrets.token_hex(16)) as draft:
         with open(draft, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         _rename_new(draft, path)
         sync_directory(path.parent)
+
+
+@contextmanager
+def new_draft(path: Path, token: str) -> Iterator[Path]:
+    """Yield the hidden path of a draft; what is still there at the end is removed."""
+    draft = draft_of(path, token)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be written: {error}; nothing is left of it: make room, or choose another place"
         ) from error
     finally:
+        shutil.rmtree(draft, ignore_errors=True)  # does nothing to a file
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            draft.unlink()
 
 
 def check_free(path: Path) -> None:

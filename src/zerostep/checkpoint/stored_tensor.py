@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -34,10 +34,8 @@ class StoredTensor:
     @staticmethod
     def in_file(file: TensorFile, name: str) -> StoredTensor:
         """Return a whole tensor of a file."""
-        shape = file.shape(name)
-        return StoredTensor(
-            shape, _row_major(shape), file.dtype(name), lambda span: file.read(name, span.start, span.stop)
-        )
+        shape, strides = file.shape(name), torch.empty(file.shape(name), device="meta").stride()
+        return StoredTensor(shape, strides, file.dtype(name), lambda span: file.read(name, span.start, span.stop))
 
     @staticmethod
     def in_memory(tensor: Tensor) -> StoredTensor:
@@ -81,13 +79,9 @@ class StoredTensor:
 
     def rows(self) -> Iterator[Tensor]:
         """Yield all elements in chunks, in row-major order; a tensor with another memory order is read as a whole."""
-        if self._is_row_major:
+        if torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous():
             return self.chunks()
         return _halves(self.read(Span(0, self.numel)).as_strided(self.shape, self.strides))
-
-    @cached_property
-    def _is_row_major(self) -> bool:
-        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
 
 def _shaped(reader: Reader, index: int, dtype: torch.dtype, read: Callable[[Span], Tensor]) -> StoredTensor:
@@ -103,10 +97,6 @@ def _halves(tensor: Tensor) -> Iterator[Tensor]:
     dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
     for half in tensor.chunk(2, dim):
         yield from _halves(half)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ from zerostep.comm.codec import dtype_name, dtype_named
 from zerostep.errors import MALFORMED, CheckpointError
 
 __all__ = [
+    "SAFETENSORS_DTYPES",
     "TensorFile",
     "digest_of",
     "has_name",
@@ -44,19 +45,19 @@ _UNBOUNDED = 0  # maxsize of a queue without a limit
 _LONGEST_HEADER = 90_000_000
 _CHUNK = 8 << 20
 _MOST_READ = 1 << 30  # Linux reads at most 2 GiB in one call
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Described(Protocol):
@@ -70,6 +71,9 @@ class Described(Protocol):
     def nbytes(self) -> int: ...
 
 
+D = TypeVar("D", bound=Described)
+
+
 # ---------------------------------------------------------------------- writing
 
 
@@ -80,18 +84,18 @@ def write_tensors(
     # Chunks of tensors in host memory are views and cost nothing, so the hash may lag behind by any number of them.
     in_place = all(tensor.device.type == "cpu" for tensor in tensors.values())
     max_queued = _UNBOUNDED if in_place else 1
-    return write_streamed(path, tensors, metadata, lambda name: _chunks(tensors[name]), advance, max_queued)
+    return write_streamed(path, tensors, metadata, _chunks, advance, max_queued)
 
 
 def write_streamed(
     path: Path,
-    tensors: Mapping[str, Described],
+    tensors: Mapping[str, D],
     metadata: Mapping[str, Any],
-    chunks: Callable[[str], Iterable[Tensor]],
+    chunks: Callable[[D], Iterable[Tensor]],
     advance: Advance,
     max_queued: int = 1,
 ) -> FileRecord:
-    """Write tensors chunk by chunk and force them to disk; `chunks` is called for each name when its turn comes.
+    """Write tensors chunk by chunk and force them to disk; `chunks` is called for each when its turn comes.
 
     A second thread hashes the chunks; at most `max_queued` of them wait for it (0: any number).
     """
@@ -107,7 +111,7 @@ def write_streamed(
             f"{path.name} would need a header of {len(header)} bytes, and readers take at most {_LONGEST_HEADER}: the "
             "optimizer keeps too much that is not a tensor"
         )
-    pieces = (memory_of(chunk) for name in ordered for chunk in chunks(name))
+    pieces = (memory_of(chunk) for tensor in ordered.values() for chunk in chunks(tensor))
     with open(path, "xb", buffering=0) as file:
         digest, nbytes = _stream(file, chain([memoryview(header)], pieces), advance, max_queued)
     return FileRecord(path.name, nbytes, digest)
@@ -165,47 +169,27 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _stream(file: BinaryIO, pieces: Iterator[memoryview], advance: Advance, max_queued: int) -> tuple[str, int]:
     """Write all pieces and return their SHA-256 and size; hashing goes on while this thread waits for the disk."""
-    total = 0
-    with _HashThread(max_queued) as hashing:
+    hasher, total = hashlib.sha256(), 0
+    queue: Queue[memoryview | None] = Queue(max_queued)
+
+    def hash_all() -> None:
+        while (piece := queue.get()) is not None:
+            hasher.update(piece)
+
+    # Not an executor: those refuse work while the interpreter shuts down, when a background save may still run.
+    thread = Thread(target=hash_all, name="zerostep-hash", daemon=True)
+    thread.start()
+    try:
         for piece in pieces:
-            hashing.add(piece)
+            queue.put(piece)  # blocks while the queue is full
             _write_all(file, piece)
             total += len(piece)
             advance(len(piece))
         os.fsync(file.fileno())
-    return hashing.hexdigest(), total
-
-
-class _HashThread:
-    """A thread that hashes pieces in order; the context waits for the last one.
-
-    Not an executor: those refuse work while the interpreter shuts down, when a background save may still run.
-    """
-
-    def __init__(self, max_queued: int) -> None:
-        self._hasher = hashlib.sha256()
-        self._pieces: Queue[memoryview | None] = Queue(max_queued)
-        self._thread = Thread(target=self._run, name="zerostep-hash", daemon=True)
-
-    def _run(self) -> None:
-        while (piece := self._pieces.get()) is not None:
-            self._hasher.update(piece)
-
-    def add(self, piece: memoryview) -> None:
-        """Queue a piece; blocks while the queue is full."""
-        self._pieces.put(piece)
-
-    def hexdigest(self) -> str:
-        """Return the SHA-256; valid after the context has ended."""
-        return self._hasher.hexdigest()
-
-    def __enter__(self) -> _HashThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pieces.put(None)
-        self._thread.join()
+    finally:
+        queue.put(None)
+        thread.join()
+    return hasher.hexdigest(), total
 
 
 def _write_all(file: BinaryIO, piece: memoryview) -> None:
@@ -285,7 +269,9 @@ class TensorFile:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor."""
-        dtype = self._as_bytes[name][0] if name in self._as_bytes else _DTYPES.get(self._entry(name)["dtype"])
+        dtype = (
+            self._as_bytes[name][0] if name in self._as_bytes else SAFETENSORS_DTYPES.get(self._entry(name)["dtype"])
+        )
         if dtype is None:
             raise self.damage_error(f"{name!r} is of a dtype that is not known, {self._entry(name)['dtype']!r}")
         return dtype

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.checkpoint.reader import Reader, in_order
+from zerostep.checkpoint.tensor_file import TensorFile
 from zerostep.comm.objects import copy_object
 from zerostep.errors import CheckpointError
 from zerostep.optim.view import OptimizerView
@@ -117,7 +118,7 @@ def _shape(reader: Reader, saved: Mapping[str, tuple[Any, ...]], key: str) -> tu
         return _shape(reader, saved, rest[0])
     if kind == "param":
         return reader.spec(rest[0]).shape
-    return reader.buffer_shape(*rest) if kind == "buffer" else None
+    return reader.buffer(rest[0], rest[1], TensorFile.shape) if kind == "buffer" else None
 
 
 def apply_weights(reader: Reader, model: nn.Module) -> None:
@@ -140,11 +141,10 @@ def apply_weights(reader: Reader, model: nn.Module) -> None:
 def _fill(reader: Reader, index: int, target: Tensor) -> None:
     """Load a parameter; from its masters if they were saved and the dtype differs from the saved one."""
     whole = Span(0, target.numel())
+    read = partial(reader.weight, index)
     if MASTER in reader.per_element_keys(index) and target.dtype != reader.weight_dtype(index):
-        flat = in_order(reader, index, target, whole, partial(reader.elements, index, MASTER))
-    else:
-        flat = in_order(reader, index, target, whole, partial(reader.weight, index))
-    target.copy_(shaped(flat, target))
+        read = partial(reader.elements, index, MASTER)
+    target.copy_(shaped(in_order(reader, index, target, whole, read), target))
 
 
 def _is_extra(key: str) -> bool:

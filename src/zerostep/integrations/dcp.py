@@ -17,7 +17,7 @@ from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import gather_object
 from zerostep.errors import CheckpointError
 from zerostep.integrations.dcp_metadata import DcpMetadata, StateInfo, names_of
-from zerostep.integrations.dcp_tensor import DcpTensor, Region
+from zerostep.integrations.dcp_tensor import DcpTensor, region
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.layout import ParamSpec, Span
 from zerostep.state.expected import ExpectedState, state_predictor
@@ -56,7 +56,7 @@ class DcpState:
         with agreed(view.everyone):
             text = DcpMetadata.of(view, _merge(infos)).encode()
         # Only rank 0 has the descriptions of all ranks, so only it writes the text.
-        written = Region((), ()) if infos else None
+        written = region((), ()) if infos else None
         metadata = DcpTensor((), torch.uint8, written=written, value=text, problem=problem)
         return {"about": metadata, "state": state}
 
@@ -135,8 +135,8 @@ class _LocalTensors:
         return DcpTensor(
             (numel,),
             dtype,
-            written=None if part is None or not self.view.writes else _region(part),
-            wanted=_region(wanted),
+            written=None if part is None or not self.view.writes else region((part.start,), (part.length,)),
+            wanted=region((wanted.start,), (wanted.length,)),
             source=self.param_states[index].per_element.get(key) if index in self.param_states else None,
             problem=self.problem,
             load_device=self.view.params[index].device,
@@ -144,20 +144,16 @@ class _LocalTensors:
 
     def _shared(self, index: int, key: str, shape: tuple[int, ...], dtype: torch.dtype, part: Span | None) -> DcpTensor:
         source = self.param_states[index].shared.get(key) if index in self.param_states else None
-        region = Region((0,) * len(shape), shape)
+        whole = region((0,) * len(shape), shape)
         return DcpTensor(
             shape,
             dtype,
-            written=None if part is None or not self.view.writes else region,
-            wanted=region,
+            written=None if part is None or not self.view.writes else whole,
+            wanted=whole,
             source=None if source is None else source.detach().contiguous(),
             problem=self.problem,
             load_device=None if source is None else source.device,
         )
-
-
-def _region(span: Span) -> Region:
-    return Region((span.start,), (span.length,))
 
 
 def _describe(names: Mapping[int, str], param_states: Mapping[int, ParamState]) -> dict[str, Any]:
@@ -174,8 +170,8 @@ def _merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, StateInfo]:
     """Return the state info of all parameters; where ranks share a parameter, that of the lowest rank."""
     merged: dict[str, StateInfo] = {}
     for infos in ranks:
-        for name, (per_element, shared, values) in infos.items():
-            merged.setdefault(name, StateInfo(tuple(per_element), tuple(shared), values))
+        for name, info in infos.items():
+            merged.setdefault(name, StateInfo(*info))
     return merged
 
 
@@ -189,23 +185,20 @@ class _LoadedState:
         self._name, self._info, self._tensors, self._param = name, info, tensors, param
 
     def names(self) -> list[str]:
-        """The keys of all values; without masters if the live optimizer keeps none."""
+        # Without masters if the live optimizer keeps none.
         per_element = [key for key in self._info.per_element if key != MASTER or key in self._tensors]
         return [*per_element, *self._info.shared, *self._info.values]
 
     def is_per_element(self, key: str) -> bool:
-        """Whether a value has one number for each element."""
         return key in self._info.per_element
 
     def elements(self, key: str, part: Span) -> Tensor:
-        """Return some elements of a per-element value."""
         tensor = self._tensors[key]
         inside = part.shift(-tensor.wanted.offsets[0])
         loaded: Tensor = tensor.loaded[inside.start : inside.stop]
         return loaded
 
     def whole(self, key: str) -> Any:
-        """Return a value as an unsharded optimizer has it."""
         if key in self._info.values:
             return self._info.values[key]
         if key in self._info.shared:

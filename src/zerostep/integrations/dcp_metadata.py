@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerostep.checkpoint.load import bare_names
 from zerostep.checkpoint.manifest import decode_value, encode_value
@@ -20,13 +20,12 @@ __all__ = ["DcpMetadata", "StateInfo", "names_of"]
 _VERSION = 1
 
 
-@dataclass(frozen=True)
-class StateInfo:
+class StateInfo(NamedTuple):
     """The state of one parameter: keys of per-element tensors, keys of shared tensors, and all other values."""
 
-    per_element: tuple[str, ...]
-    shared: tuple[str, ...]
-    values: Mapping[str, Any]
+    per_element: list[str]
+    shared: list[str]
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,12 @@ class DcpMetadata:
 
     def encode(self) -> str:
         """Return the JSON text."""
-        state = {
-            name: [list(info.per_element), list(info.shared), dict(info.values)] for name, info in self.state.items()
-        }
         body = {
             "step": self.step,
             "kinds": list(self.optimizer_names),
             "options": list(self.options),
             "params": dict(self.params),
-            "state": state,
+            "state": {name: list(info) for name, info in self.state.items()},
             "others": dict(self.global_state),
         }
         return json.dumps({"zerostep": __version__, "version": _VERSION, "about": encode_value(body)}, allow_nan=False)
@@ -97,7 +93,7 @@ def _from_body(body: Mapping[str, Any]) -> DcpMetadata:
         tuple(body["options"]),
         {name: (tuple(shape), group, tuple(order)) for name, (shape, group, order) in body["params"].items()},
         {
-            name: StateInfo(tuple(per_element), tuple(shared), values)
+            name: StateInfo(list(per_element), list(shared), values)
             for name, (per_element, shared, values) in body["state"].items()
         },
         body["others"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -11,19 +10,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["DcpTensor", "Region"]
+__all__ = ["DcpTensor", "region"]
 
 
-@dataclass(frozen=True)
-class Region:
-    """A part of a tensor: offset and size in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def to_chunk(self) -> ChunkStorageMetadata:
-        """Return the same region as a type of DCP."""
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+def region(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    """Return a part of a tensor: offset and size in each dimension."""
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 class DcpTensor(Tensor):
@@ -34,8 +26,8 @@ class DcpTensor(Tensor):
     before all ranks have read everything. DCP calls `__create_chunk_list__` only in a load.
     """
 
-    written: Region | None
-    wanted: Region | None
+    written: ChunkStorageMetadata | None
+    wanted: ChunkStorageMetadata | None
     source: Tensor | None
     value: Any
     problem: str | None
@@ -48,8 +40,8 @@ class DcpTensor(Tensor):
         size: Sequence[int],
         dtype: torch.dtype,
         *,
-        written: Region | None = None,
-        wanted: Region | None = None,
+        written: ChunkStorageMetadata | None = None,
+        wanted: ChunkStorageMetadata | None = None,
         source: Tensor | None = None,
         value: Any = None,
         problem: str | None = None,
@@ -69,15 +61,14 @@ class DcpTensor(Tensor):
             return []
         if self.source is None:
             return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
-        chunk = self.written.to_chunk()
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self.source), torch.Size(self.shape))
-        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(self.written, TensorProperties.create_from_tensor(self.source), torch.Size(self.shape))
+        return [WriteItem(MetadataIndex(fqn, self.written.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self.wanted is None:
             return []
         self.loaded = torch.empty(self.wanted.sizes, dtype=self.dtype, device=self.load_device)
-        return [self.wanted.to_chunk()]
+        return [self.wanted]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
         if self.loaded is not None:

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from zerostep.memory.leaf import Leaf, view_state
-from zerostep.memory.shard import Shard
 from zerostep.plan.groups import Group
-from zerostep.plan.layout import Layout
 from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, entry_for, fits_one_leaf, param_states_of
+from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers
 
-__all__ = ["LeafSource", "LeafStates"]
-
-
-class LeafSource(Protocol):
-    """Owner of this rank's leaves. Read on each use: adding a parameter group replaces the layout and the list."""
-
-    @property
-    def shards(self) -> Mapping[int, Shard]:
-        """The memory and leaves of each bucket that is bound."""
-
-    @property
-    def params(self) -> Sequence[Tensor]:
-        """All parameters by index."""
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of all buckets."""
+__all__ = ["LeafStates"]
 
 
 class LeafStates:
     """The state that the inner optimizers hold for this rank's leaves."""
 
-    def __init__(self, source: LeafSource, inners: InnerOptimizers) -> None:
-        self._source, self._inners = source, inners
+    def __init__(self, buckets: BucketShards, inners: InnerOptimizers) -> None:
+        # Its fields are read on each use: adding a parameter group replaces the layout and the list of parameters.
+        self._buckets, self._inners = buckets, inners
 
     def by_parameter(self) -> dict[Tensor, Entry]:
         """Return the state of each parameter with a part here; if splittable, as flat views of the owned elements."""
         return {
-            self._source.params[fragment.param]: view_state(entry, leaf, fragment)
-            for shard in self._source.shards.values()
+            self._buckets.params[fragment.param]: view_state(entry, leaf, fragment)
+            for shard in self._buckets.shards.values()
             for leaf in shard.leaves
             if (entry := self._inners.state(leaf))
             for fragment in leaf.fragments
@@ -51,11 +34,11 @@ class LeafStates:
 
     def param_states(self) -> Iterator[ParamState]:
         """Yield this rank's part of each parameter's state, masters included, as views of the live tensors."""
-        return param_states_of(self._with_masters(), self._source.layout, self._source.params)
+        return param_states_of(self._with_masters(), self._buckets.layout, self._buckets.params)
 
     def _with_masters(self) -> Iterator[tuple[Leaf, Entry]]:
         """Masters are saved even if the optimizer keeps no other state: rounded parameters cannot restore them."""
-        for shard in self._source.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in shard.leaves:
                 entry = dict(self._inners.state(leaf) or {})
                 if shard.master is not None:
@@ -76,7 +59,7 @@ class LeafStates:
         parameters. Leaves may be split here, before the function is called; that does not change any values.
         """
         entries: dict[Tensor, Entry] = {}
-        for shard in self._source.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in list(shard.leaves):
                 parts = [leaf]
                 if not fits_one_leaf(leaf, saved):
@@ -93,7 +76,7 @@ class LeafStates:
         return commit
 
     def _set_masters(self, masters: Mapping[Tensor, Tensor], reset_missing: bool) -> None:
-        for shard in self._source.shards.values():
+        for shard in self._buckets.shards.values():
             for leaf in shard.leaves if shard.master is not None else ():
                 if leaf.tensor in masters:
                     leaf.tensor.detach().copy_(masters[leaf.tensor])
@@ -101,7 +84,7 @@ class LeafStates:
                     leaf.tensor.detach().copy_(leaf.view(shard.owned))
 
     def _entry(self, leaf: Leaf, saved: Mapping[int, SavedState]) -> Entry:
-        spec = self._source.layout.params[leaf.params[0]]
+        spec = self._buckets.layout.params[leaf.params[0]]
         if spec.splittable and spec.numel:
             entry = entry_for(leaf, saved)
             _check_divisible(entry, leaf, spec.name)

@@ -80,16 +80,9 @@ def _check_shapes(
     saved_id: Any, entry: Mapping[str, Any], param: Tensor, inner: Optimizer, live: Mapping[Tensor, Any]
 ) -> None:
     for key, value in entry.items():
-        if type(inner) in PARAM_SHAPED:
-            known: Any = param
-        else:
-            known = live[param].get(key) if param in live else None
-        if (
-            isinstance(value, Tensor)
-            and isinstance(known, Tensor)
-            and value.numel() != 1
-            and value.shape != known.shape
-        ):
+        known: Any = param if type(inner) in PARAM_SHAPED else live.get(param, {}).get(key)
+        both_tensors = isinstance(value, Tensor) and isinstance(known, Tensor)
+        if both_tensors and value.numel() != 1 and value.shape != known.shape:
             raise ValueError(
                 f"state {key!r} of parameter {saved_id!r} has shape {tuple(value.shape)}, "
                 f"the parameter has shape {tuple(param.shape)}"

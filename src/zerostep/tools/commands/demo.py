@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,10 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from zerostep.tools.demo import Demo, Progress, RunReport, compare_runs, run_demo
 from zerostep.tools.tables import make_table
-
-if TYPE_CHECKING:
-    from zerostep.tools.demo import Demo, Progress, RankReport, RunReport
 
 __all__ = ["EPILOG", "demo"]
 
@@ -38,8 +36,6 @@ def demo(
     ] = None,
 ) -> int:
     """Train a small GPT with plain DDP, the drop-in and ShardedOptimizer; compare memory, time and numbers."""
-    from zerostep.tools.demo import Demo, compare_runs, run_demo
-
     console = Console()
     settings = Demo(ranks, steps, optimizer, device)
     settings.check()
@@ -88,11 +84,11 @@ def _print_line(console: Console, settings: Demo, progress: Progress) -> None:
         console.print(text, soft_wrap=True)
 
 
-def _memory_table(reports: Sequence[RankReport]) -> Table:
+def _memory_table(reports: Sequence[Sequence[RunReport]]) -> Table:
     title = "memory of the fullest rank in MB, predicted / measured"
     table = make_table(("run", "params", "gradients", "state", "total"), left=("run",), title=title)
-    for index in range(len(reports[0].runs)):
-        run = max((report.runs[index] for report in reports), key=lambda run: run.measured.total)
+    for index in range(len(reports[0])):
+        run = max((runs[index] for runs in reports), key=lambda run: run.measured.total)
         pairs = [
             (getattr(run.predicted, name), getattr(run.measured, name))
             for name in ("parameters", "gradients", "state", "total")
@@ -101,11 +97,11 @@ def _memory_table(reports: Sequence[RankReport]) -> Table:
     return table
 
 
-def _cost_table(reports: Sequence[RankReport]) -> Table:
+def _cost_table(reports: Sequence[Sequence[RunReport]]) -> Table:
     names = ("run", "step ms", "sent MB", "exposed ms", "first loss", "last loss")
     table = make_table(names, left=("run",), title="a step of the slowest rank")
-    for index in range(len(reports[0].runs)):
-        runs = [report.runs[index] for report in reports]
+    for index in range(len(reports[0])):
+        runs = [runs[index] for runs in reports]
         table.add_row(runs[0].name, *_costs(runs))
     return table
 
@@ -121,13 +117,13 @@ def _costs(runs: Sequence[RunReport]) -> list[str]:
     ]
 
 
-def _notes(reports: Sequence[RankReport]) -> list[str]:
+def _notes(reports: Sequence[Sequence[RunReport]]) -> list[str]:
     lines = [
         "drop-in: ZeroRedundancyOptimizer in DDP. Gradients: at the end of backward, with what is under way.",
         "Sent: by a rank in a step, counted by ShardedOptimizer, computed for the others.",
         "Exposed: the part of a step in which a rank waited for others. Losses are rank 0's.",
         "",
     ]
-    if any(run.exposed_ms is None for run in reports[0].runs):
+    if any(run.exposed_ms is None for run in reports[0]):
         lines.insert(3, "On GPUs the host does not wait; zerostep trace shows what is exposed there.")
     return lines

@@ -7,16 +7,19 @@ import math
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from zerostep.plan.layout_planner import Settings
 from zerostep.tools.errors import PlanError
-
-if TYPE_CHECKING:
-    from zerostep.tools.planner.comparison import Comparison
-    from zerostep.tools.planner.report import Forecast
+from zerostep.tools.planner import report
+from zerostep.tools.planner.comparison import Comparison, Request, compare
+from zerostep.tools.planner.forecast import Compute, Network
+from zerostep.tools.planner.picture import check_path, draw
+from zerostep.tools.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options
+from zerostep.tools.planner.sources import load
 
 __all__ = ["EPILOG", "plan"]
 
@@ -104,16 +107,17 @@ def plan(  # noqa: PLR0913
     The real optimizer class is run on tensors without memory, and the layout is the one that training would have. Plain
     DDP, whole-parameter sharding, ShardedOptimizer (ZeRO-2) and FSDP-style full sharding are shown side by side.
     """
-    from zerostep.tools.planner.comparison import Request, compare
-    from zerostep.tools.planner.picture import check_path
-    from zerostep.tools.planner.recipe import Recipe, dtype_named
-    from zerostep.tools.planner.sources import load
-
     count, shards = _ranks_and_shards(ranks, mesh)
-    settings = _settings(partition, gather, master_dtype, reduce_dtype, bucket_mb)
+    settings = Settings(
+        partition=partition.value,
+        gather=gather.value,
+        master_dtype=dtype_named(master_dtype, "--master-dtype"),
+        reduce_dtype=dtype_named(reduce_dtype, "--reduce-dtype"),
+        bucket_mb=bucket_mb,
+    )
     matrices = _rule(matrix_optimizer, matrix_option, "matrix-") if matrix_optimizer else None
     request = Request(
-        load(model, dtype_named(dtype, "--dtype") if dtype else None),
+        load(model, dtype_named(dtype, "--dtype")),
         Recipe(_rule(optimizer, option), matrices),
         count,
         shards,
@@ -128,7 +132,7 @@ def plan(  # noqa: PLR0913
     comparison = compare(request)
     _show(comparison, forecast_inputs, as_json)
     if plot is not None:
-        _draw(comparison, plot)
+        draw(comparison, plot)
     return 0
 
 
@@ -141,30 +145,13 @@ def _ranks_and_shards(ranks: int, mesh: str | None) -> tuple[int, int]:
     return int(replicas) * int(shards), int(shards)
 
 
-def _settings(
-    partition: _Partition, gather: _Gather, master: str | None, reduce: str | None, bucket_mb: float | None
-) -> Any:
-    from zerostep.plan.layout_planner import Settings
-    from zerostep.tools.planner.recipe import dtype_named
-
-    return Settings(
-        partition=partition.value,
-        gather=gather.value,
-        master_dtype=dtype_named(master, "--master-dtype") if master else None,
-        reduce_dtype=dtype_named(reduce, "--reduce-dtype") if reduce else None,
-        bucket_mb=bucket_mb,
-    )
-
-
-def _rule(name: str, options: list[str] | None, prefix: str = "") -> Any:
-    from zerostep.tools.planner.recipe import Rule, optimizer_class, parse_options
-
+def _rule(name: str, options: list[str] | None, prefix: str = "") -> Rule:
     return Rule(optimizer_class(name, f"--{prefix}optimizer"), parse_options(options or [], f"--{prefix}option"))
 
 
-def _forecast_inputs(bandwidth: float | None, latency: float, error: float, flops: float | None, tokens: int) -> Any:
-    from zerostep.tools.planner.forecast import Compute, Network
-
+def _forecast_inputs(
+    bandwidth: float | None, latency: float, error: float, flops: float | None, tokens: int
+) -> tuple[Compute, Network] | None:
     if bandwidth is None and flops is None:
         return None
     if bandwidth is None or flops is None:
@@ -180,22 +167,11 @@ def _forecast_inputs(bandwidth: float | None, latency: float, error: float, flop
     return Compute(flops, tokens), Network(bandwidth * 1e9, latency * 1e-6, error / 100)
 
 
-def _show(comparison: Comparison, forecast_inputs: Any, as_json: bool) -> None:
-    from zerostep.tools.planner import report
-
-    times: Forecast | None = None if forecast_inputs is None else report.forecast(comparison, *forecast_inputs)
+def _show(comparison: Comparison, forecast_inputs: tuple[Compute, Network] | None, as_json: bool) -> None:
+    times = None if forecast_inputs is None else report.forecast(comparison, *forecast_inputs)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(comparison, times), indent=2) + "\n")
         return
     plain = not Console().is_terminal
     console = Console(width=max(_WIDE, Console().width))  # better a long line than one that rich cuts
     console.print(report.as_text(comparison, times, plain), soft_wrap=True, highlight=False)
-
-
-def _draw(comparison: Comparison, path: Path) -> None:
-    from zerostep.tools.planner.picture import draw
-
-    try:
-        draw(comparison, path)
-    except ModuleNotFoundError as missing:
-        raise PlanError(f"--plot needs {missing.name}: pip install 'zerostep[cli]'") from missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,11 @@ from rich.table import Table
 
 from zerostep.tools.errors import TraceError
 from zerostep.tools.tables import make_table
+from zerostep.tools.tracing.chrome import merged
+from zerostep.tools.tracing.collect import TraceJob, collect
 from zerostep.tools.tracing.events import RankTrace, read, sort_by_rank
 from zerostep.tools.tracing.intervals import total
+from zerostep.tools.tracing.picture import check_paths, draw
 from zerostep.tools.tracing.step import StepView, common_step, view_step
 
 __all__ = ["CONTEXT", "EPILOG", "trace"]
@@ -60,12 +64,17 @@ def trace(
 
     The script runs as under torchrun, and is ended after the step.
     """
-    from zerostep.tools.tracing.picture import check_paths, draw
-
     pictures = out or ([Path("trace.svg")] if chrome is None else [])
     check_paths(pictures)
     console = Console()
-    traces = _read_or_collect(console, script, arguments or [], reads or [], ranks, step, timeout)
+    if (script is None) == (not reads):
+        raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
+    if script is None:
+        traces = sort_by_rank([read(path, index) for index, path in enumerate(reads or [])])
+    else:
+        job = TraceJob(script, arguments or [], ranks, _STEP if step is None else step, timeout)
+        with console.status(f"running {script.name} on {ranks} ranks up to step {job.step}"):
+            traces = collect(job)
     number = common_step(traces, step)
     views = [view_step(trace, number) for trace in traces]
     draw(views, number, script.name if script is not None else "profile", pictures)
@@ -76,31 +85,9 @@ def trace(
     return 0
 
 
-def _read_or_collect(
-    console: Console,
-    script: Path | None,
-    arguments: Sequence[str],
-    reads: Sequence[Path],
-    ranks: int,
-    step: int | None,
-    timeout: float,
-) -> list[RankTrace]:
-    if (script is None) == (not reads):
-        raise TraceError("name either a script or, with --read, the traces of all ranks: see zerostep trace --help")
-    if script is None:
-        return sort_by_rank([read(path, index) for index, path in enumerate(reads)])
-    from zerostep.tools.tracing.collect import TraceJob, collect
-
-    number = _STEP if step is None else step
-    with console.status(f"running {script.name} on {ranks} ranks up to step {number}"):
-        return collect(TraceJob(script, arguments, ranks, number, timeout))
-
-
 def _write_chrome(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) -> None:
-    from zerostep.tools.tracing.chrome import write
-
     try:
-        write(path, traces, views)
+        path.write_text(json.dumps(merged(traces, views)))
     except OSError as error:
         raise TraceError(f"{path} cannot be written: {error.strerror}; choose another --chrome") from error
 

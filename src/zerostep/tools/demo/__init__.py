@@ -1,21 +1,13 @@
 """Train one model with plain DDP, the drop-in and `ShardedOptimizer` on local ranks, and compare cost and result.
 
 Seed and data are the same for all. Its model, launcher and comparison of parameters serve benchmarks and examples too.
-It imports the public optimizers, `plan` and `tools.planner`. Read `training` first.
-
-============ ==================================================================================================
-`model`      a small GPT, and its training text
-`launch`     run a function on local ranks
-`choices`    the optimizers to choose from, and their memory as the planner predicts it
-`runs`       one way of training: its steps, and what they cost
-`training`   all ways in turn, a block of steps at a time
-`report`     the results
-============ ==================================================================================================
+It imports the public optimizers, `plan` and `tools.planner`. Read `training` first, then `runs`, one way of training
+with what its steps cost.
 """
 
 from zerostep.tools.demo.launch import run_ranks
 from zerostep.tools.demo.model import GPT, GPTShape
-from zerostep.tools.demo.report import RankReport, RunReport, compare_runs, largest_difference
+from zerostep.tools.demo.report import RunReport, compare_runs, largest_difference
 from zerostep.tools.demo.training import Demo, Progress, run_demo
 
 __all__ = [
@@ -23,7 +15,6 @@ __all__ = [
     "Demo",
     "GPTShape",
     "Progress",
-    "RankReport",
     "RunReport",
     "compare_runs",
     "largest_difference",

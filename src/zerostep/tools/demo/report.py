@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT_WORLD", "RankReport", "RunReport", "Sizes", "compare_runs", "largest_difference"]
+__all__ = ["RunReport", "Sizes", "compare_runs", "largest_difference"]
 
-EXACT_WORLD = 2  # up to so many ranks, a sum of gradients has one order only, so parameters must be bit-equal
+_EXACT_WORLD = 2  # up to so many ranks, a sum of gradients has one order only, so parameters must be bit-equal
 _TOLERANCE = 1e-3  # on more ranks; the order of sums makes no larger difference
 
 
@@ -33,9 +33,9 @@ class Sizes:
 class RunReport:
     """Cost and losses of one run on one rank.
 
-    `wire_bytes` are those that the rank sends in a step: measured if `counted`, else computed. `exposed_ms` is the time
-    per step in which the host waited for other ranks; `None` on GPUs, where it does not wait. `difference` is the
-    largest between the run's final parameters and those of plain DDP, 0.0 if bit-equal.
+    `wire_bytes` are those that the rank sends in a step. `exposed_ms` is the time per step in which the host waited for
+    other ranks; `None` on GPUs, where it does not wait. `difference` is the largest between the run's final parameters
+    and those of plain DDP, 0.0 if bit-equal.
     """
 
     name: str
@@ -43,34 +43,26 @@ class RunReport:
     measured: Sizes
     step_ms: float
     wire_bytes: int
-    counted: bool
     exposed_ms: float | None
     first_loss: float
     last_loss: float
     difference: float
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """All runs on one rank; the first is plain DDP."""
+def compare_runs(ranks: Sequence[Sequence[RunReport]]) -> tuple[bool, list[str]]:
+    """Return whether all runs of all ranks ended with the parameters of plain DDP, and a line to print for each.
 
-    runs: Sequence[RunReport]
-
-
-def compare_runs(reports: Sequence[RankReport]) -> tuple[bool, list[str]]:
-    """Return whether all runs ended with the parameters of plain DDP, and a line to print for each.
-
-    On more than `EXACT_WORLD` ranks, small differences pass.
+    The first run is plain DDP. On more than two ranks, small differences pass.
     """
     passed, lines = True, list[str]()
-    for index, run in enumerate(reports[0].runs[1:], start=1):
-        difference = max(report.runs[index].difference for report in reports)
+    for index, run in enumerate(ranks[0][1:], start=1):
+        difference = max(runs[index].difference for runs in ranks)
         subject = f"{run.name}: parameters after the last step"
         if difference == 0:
             lines.append(f"{subject} bit-equal to plain DDP's on every rank")
         else:
             lines.append(f"{subject} NOT bit-equal to plain DDP's, largest difference {difference:.3g}")
-            passed = passed and len(reports) > EXACT_WORLD and difference < _TOLERANCE
+            passed = passed and len(ranks) > _EXACT_WORLD and difference < _TOLERANCE
     return passed, lines
 
 

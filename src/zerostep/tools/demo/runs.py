@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,44 +13,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
-from zerostep.tools.demo.choices import SETTINGS, Choice, ClassParams, groups, parts
 from zerostep.tools.demo.report import Sizes
+from zerostep.tools.planner.recipe import Recipe, Rule
 
-__all__ = ["DdpRun", "Run", "ShardedRun", "synchronise"]
+__all__ = ["GATHER", "DdpRun", "ShardedRun", "synchronise"]
 
-
-class Run(Protocol):
-    """A model with its optimizers; `counted` says whether `wire_bytes` is measured."""
-
-    name: str
-    model: nn.Module
-    counted: bool
-
-    def step(self, window: Tensor) -> Tensor:
-        """Make one training step and return the loss."""
-
-    def settle(self) -> None:
-        """Wait until no message of the last step is under way."""
-
-    def waited(self) -> float:
-        """Return the seconds that this rank has waited for others so far."""
-
-    def sizes(self) -> Sizes:
-        """Return the bytes on this rank; gradients as at the end of a backward pass."""
-
-    def wire_bytes(self, steps: int) -> int:
-        """Return the bytes that this rank sends per step, after `steps` steps."""
+GATHER: Literal["forward"] = "forward"
 
 
 class DdpRun:
     """DDP with plain optimizers or, `sharded`, with the drop-in."""
 
-    def __init__(self, model: nn.Module, choice: Choice, sharded: bool) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, sharded: bool) -> None:
         self.name = "drop-in" if sharded else "plain DDP"
-        self.counted = False
         # Gradients are views of DDP's buckets, so that they are in memory once.
         self.model: nn.Module = DDP(model, gradient_as_bucket_view=True)
-        self._optimizers = [_optimizer(part, sharded) for part in parts(choice, model)]
+        self._optimizers = [_optimizer(*part, sharded) for part in recipe.parts(model.named_parameters())]
         self._last_gradient = self._update_seconds = self._waited = 0.0
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(self._note_gradient)
@@ -59,7 +37,7 @@ class DdpRun:
             optimizer.register_step_post_hook(self._end_update)
 
     def step(self, window: Tensor) -> Tensor:
-        """Make one training step.
+        """Make one training step and return the loss.
 
         Waiting is the time from the last gradient to the end of backward and, of the drop-in's step, all but updates.
         """
@@ -113,11 +91,10 @@ class DdpRun:
 class ShardedRun:
     """A bare module with `ShardedOptimizer`."""
 
-    def __init__(self, model: nn.Module, choice: Choice) -> None:
-        self.name, self.model, self.counted = "ShardedOptimizer", model, True
-        self._optimizer = ShardedOptimizer(
-            model, choice.common, groups(choice, model), gather=SETTINGS.gather, **choice.options
-        )
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.name, self.model, common = "ShardedOptimizer", model, recipe.common
+        groups = recipe.groups(model.named_parameters())
+        self._optimizer = ShardedOptimizer(model, common.build, groups, gather=GATHER, **common.options)
         self._sent_before = self._optimizer.stats().bytes_sent
         self._gradient_bytes = 0
 
@@ -136,7 +113,7 @@ class ShardedRun:
         self._optimizer.synchronize()
 
     def waited(self) -> float:
-        """Seconds so far."""
+        """Return the seconds waited so far."""
         return sum(self._optimizer.stats().wait_seconds.values())
 
     def sizes(self) -> Sizes:
@@ -144,16 +121,14 @@ class ShardedRun:
         return Sizes(_memory(self.model.parameters()), self._gradient_bytes, self._optimizer.stats().state_bytes)
 
     def wire_bytes(self, steps: int) -> int:
-        """What it has counted."""
+        """Return what the optimizer has counted, per step."""
         return (self._optimizer.stats().bytes_sent - self._sent_before) // steps
 
 
-def _optimizer(part: ClassParams, sharded: bool) -> Optimizer:
-    params = [param for _, param in part.named]
+def _optimizer(rule: Rule, named: Sequence[tuple[str, nn.Parameter]], sharded: bool) -> Optimizer:
+    params = [param for _, param in named]
     return (
-        ZeroRedundancyOptimizer(params, part.optimizer_class, **part.options)
-        if sharded
-        else part.optimizer_class(params, **part.options)
+        ZeroRedundancyOptimizer(params, rule.build, **rule.options) if sharded else rule.build(params, **rule.options)
     )
 
 

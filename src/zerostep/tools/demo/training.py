@@ -10,29 +10,39 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn, optim
 
-from zerostep.tools.demo.choices import CHOICES, predicted
+from zerostep.plan.layout_planner import Settings
 from zerostep.tools.demo.launch import run_ranks
 from zerostep.tools.demo.model import GPT, GPTShape, text, windows
-from zerostep.tools.demo.report import RankReport, RunReport, Sizes, largest_difference
-from zerostep.tools.demo.runs import DdpRun, Run, ShardedRun, synchronise
+from zerostep.tools.demo.report import RunReport, Sizes, largest_difference
+from zerostep.tools.demo.runs import GATHER, DdpRun, ShardedRun, synchronise
 from zerostep.tools.errors import DemoError
+from zerostep.tools.planner.comparison import Request, bytes_of_ranks
+from zerostep.tools.planner.forecast import Strategy
+from zerostep.tools.planner.memory import Memory
+from zerostep.tools.planner.recipe import Recipe, Rule
+from zerostep.tools.planner.sources import Source
 
-__all__ = ["DEVICES", "Demo", "Progress", "run_demo"]
+__all__ = ["CHOICES", "Demo", "Progress", "predicted", "run_demo"]
 
 SEED = 1234
 BATCH = 8
 BLOCK = 5  # steps
 MAX_RANKS = 64
-DEVICES = ("cpu", "cuda")
+CHOICES: Mapping[str, Recipe] = {
+    "adamw": Recipe(Rule(optim.AdamW, {"lr": 1e-3})),
+    "sgd": Recipe(Rule(optim.SGD, {"lr": 0.1, "momentum": 0.9})),
+    "muon": Recipe(Rule(optim.AdamW, {"lr": 1e-3}), Rule(optim.Muon, {"lr": 0.01})),
+    "adafactor": Recipe(Rule(optim.Adafactor, {"lr": 0.01})),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class Demo:
             raise DemoError(f"--steps must be at least 1, not {self.steps}")
         if self.optimizer not in CHOICES:
             raise DemoError(f"--optimizer must be one of {', '.join(CHOICES)}, not {self.optimizer}")
-        if self.device not in (None, *DEVICES):
+        if self.device not in (None, "cpu", "cuda"):
             raise DemoError(f"--device must be cpu or cuda, not {self.device}")
         if self.device == "cuda" and torch.cuda.device_count() < self.ranks:
             raise DemoError(
@@ -75,8 +85,8 @@ class Progress:
     loss: float
 
 
-def run_demo(demo: Demo, on_progress: Callable[[Progress], None] | None = None) -> list[RankReport]:
-    """Train all ways on local processes and return each rank's report; `on_progress` is called in this process."""
+def run_demo(demo: Demo, on_progress: Callable[[Progress], None] | None = None) -> list[list[RunReport]]:
+    """Train all ways on local processes and return the reports of each rank; `on_progress` is called in this one."""
     demo.check()
     with tempfile.TemporaryDirectory() as folder:
         reader = _ProgressReader(Path(folder, "progress"), on_progress)
@@ -84,7 +94,7 @@ def run_demo(demo: Demo, on_progress: Callable[[Progress], None] | None = None) 
             _train, demo.ranks, asdict(demo), str(reader.path), device=demo.device_type, watch=reader.poll
         )
         reader.poll()
-    return [RankReport([_run_report(run) for run in runs]) for runs in results]
+    return [[_run_report(run) for run in runs] for runs in results]
 
 
 class _ProgressReader:
@@ -113,7 +123,7 @@ def _run_report(data: dict[str, Any]) -> RunReport:
 
 @dataclass
 class _RunLog:
-    run: Run
+    run: DdpRun | ShardedRun
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
@@ -121,16 +131,12 @@ class _RunLog:
 
 def _train(demo_fields: dict[str, Any], progress_path: str) -> list[dict[str, Any]]:
     demo = Demo(**demo_fields)
-    choice, shape = CHOICES[demo.optimizer], GPTShape()
+    recipe, shape = CHOICES[demo.optimizer], GPTShape()
     device = torch.device(demo.device_type, dist.get_rank()) if demo.device_type == "cuda" else torch.device("cpu")
-    plans = predicted(choice, _model(shape, device), demo.ranks, device.type == "cpu")[dist.get_rank()]
+    plans = predicted(recipe, _model(shape, device), demo.ranks, device.type)[dist.get_rank()]
     models = [_model(shape, device) for _ in range(3)]
-    runs: list[Run] = [
-        DdpRun(models[0], choice, sharded=False),
-        DdpRun(models[1], choice, sharded=True),
-        ShardedRun(models[2], choice),
-    ]
-    logs = [_RunLog(run) for run in runs]
+    runs = DdpRun(models[0], recipe, sharded=False), DdpRun(models[1], recipe, sharded=True)
+    logs = [*map(_RunLog, runs), _RunLog(ShardedRun(models[2], recipe))]
     source, random = text(), torch.Generator().manual_seed(SEED + dist.get_rank())
     for first in range(0, demo.steps, BLOCK):
         count = min(BLOCK, demo.steps - first)
@@ -142,6 +148,15 @@ def _train(demo_fields: dict[str, Any], progress_path: str) -> list[dict[str, An
     differences = [largest_difference(plain, model.parameters()) for model in models]
     sizes = [Sizes(plan.parameters, plan.gradients + plan.scratch_at_end, plan.state) for plan in plans]
     return [_report(*each, demo.steps, device) for each in zip(logs, sizes, differences, strict=True)]
+
+
+def predicted(recipe: Recipe, model: nn.Module, ranks: int, device: str) -> list[list[Memory]]:
+    """Return the planned memory of each rank: of plain DDP, the drop-in and `ShardedOptimizer`."""
+    source = Source("demo", tuple(model.named_parameters()), tuple(model.buffers()))
+    request = Request(source, recipe, ranks, ranks, Settings(gather=GATHER), device, gradients_are_views=True)
+    plans = bytes_of_ranks(request)
+    plain = plans[Strategy.DDP].memory(0)
+    return [[plain, plans[Strategy.WHOLE].memory(rank), plans[Strategy.SHARDED].memory(rank)] for rank in range(ranks)]
 
 
 def _model(shape: GPTShape, device: torch.device) -> GPT:
@@ -176,7 +191,6 @@ def _report(log: _RunLog, sizes: Sizes, difference: float, steps: int, device: t
         measured=log.run.sizes(),
         step_ms=1e3 * statistics.median(seconds),
         wire_bytes=log.run.wire_bytes(steps),
-        counted=log.run.counted,
         exposed_ms=1e3 * statistics.median(waited) if device.type == "cpu" else None,
         first_loss=log.losses[0],
         last_loss=log.losses[-1],

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
 from torch import nn
 
+from zerostep.comm.codec import dtype_named
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
@@ -115,7 +115,7 @@ def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
 
 def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
     planner = request.recipe.planner(request.settings, request.source, request.device)
-    groups = request.recipe.groups(request.source, planner)
+    groups = request.recipe.complete_groups(request.source, planner)
     names = [name for name, _ in request.source.params]
     job = TrainingJob(planner, groups, names, request.source.buffer_bytes, request.on_host, request.gradients_are_views)
     return job, planner.plan(groups, request.shards)
@@ -141,16 +141,15 @@ def _row(strategy: Strategy, rank_bytes: RankBytes, traffic: Traffic, request: R
 
 
 def _traffic(request: Request, layout: Layout) -> Traffic:
-    trained = [bucket for bucket in layout.buckets if bucket.trainable]
-    sizes = [bucket.size if request.on_host else padded_size(bucket) for bucket in trained]
-    itemsizes = [getattr(torch, bucket.dtype).itemsize for bucket in trained]
+    trained = [
+        (bucket.size if request.on_host else padded_size(bucket), dtype_named(bucket.dtype))
+        for bucket in layout.buckets
+        if bucket.trainable
+    ]
     reduce_dtype = request.settings.reduce_dtype
     return Traffic(
-        reduced=tuple(
-            size * (reduce_dtype.itemsize if reduce_dtype else itemsize)
-            for size, itemsize in zip(sizes, itemsizes, strict=True)
-        ),
-        gathered=tuple(size * itemsize for size, itemsize in zip(sizes, itemsizes, strict=True)),
+        reduced=tuple(size * (reduce_dtype or dtype).itemsize for size, dtype in trained),
+        gathered=tuple(size * dtype.itemsize for size, dtype in trained),
         ddp=_ddp_buckets(sum(param.nbytes for _, param in request.source.params if param.requires_grad)),
         units=_units(list(request.source.params)),
         elements=request.source.elements,

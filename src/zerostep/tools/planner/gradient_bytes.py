@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zerostep.comm.codec import dtype_named
 from zerostep.comm.exchange import NullExchange, PendingReduce
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Bucket, Layout
@@ -19,8 +20,9 @@ from zerostep.step.labels import PhaseTimer
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.tensors import Scratch
+from zerostep.tools.planner.sources import meta_parameter
 
-__all__ = ["BackwardTerms", "GradientBytes", "gradient_bytes"]
+__all__ = ["gradient_bytes"]
 
 
 @dataclass(frozen=True)
@@ -32,40 +34,31 @@ class GradientBytes:
     kept: int
 
 
-@dataclass(frozen=True)
-class BackwardTerms:
-    """How gradients travel: in which dtype, if another than their own; through host memory or not.
+def gradient_bytes(
+    layout: Layout, rank: int, arrivals: Iterable[int], reduce_dtype: torch.dtype | None, on_host: bool, in_ddp: bool
+) -> GradientBytes:
+    """One backward pass on one rank, whose gradients arrive in the order of `arrivals`.
 
-    In DDP the gradients are in DDP's own memory, and none are held back by the reduction.
+    They are reduced in `reduce_dtype`, if not in their own. In DDP the gradients are in DDP's own memory, and none are
+    held back by the reduction.
     """
-
-    reduce_dtype: torch.dtype | None
-    on_host: bool
-    in_ddp: bool
-
-
-def gradient_bytes(layout: Layout, rank: int, arrivals: Iterable[int], terms: BackwardTerms) -> GradientBytes:
-    """One backward pass on one rank, whose gradients arrive in the order of `arrivals`."""
-    exchange = _CountingExchange(layout.world_size, rank, terms.on_host)
-    plan = _plan(layout, rank, terms, exchange)
+    exchange = _CountingExchange(layout.world_size, rank, on_host)
+    plan = _plan(layout, rank, reduce_dtype, exchange)
+    plan = replace(plan, small=0) if in_ddp else plan
     reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
     for param in arrivals:
         if layout.params[param].trainable:
             grad = torch.empty_like(plan.params[param])
             bucket = layout.buckets[plan.bucket_of[param]]
-            exchange.expect(bucket, 0 if terms.in_ddp else grad.nbytes, plan.holds_back(param))
+            exchange.expect(bucket, 0 if in_ddp else grad.nbytes, plan.holds_back(param))
             reduction.arrive(param, grad, accumulate=False)
     return exchange.totals()
 
 
-def _plan(layout: Layout, rank: int, terms: BackwardTerms, exchange: _CountingExchange) -> ReductionPlan:
-    params = [
-        nn.Parameter(torch.empty(spec.shape, dtype=_dtype(spec.dtype), device="meta"), requires_grad=spec.trainable)
-        for spec in layout.params
-    ]
-    dtypes = [terms.reduce_dtype or _dtype(bucket.dtype) for bucket in layout.buckets]
-    plan = ReductionPlan(layout, rank, params, [exchange] * len(dtypes), dtypes, 1.0, whole=False)
-    return replace(plan, small=0) if terms.in_ddp else plan
+def _plan(layout: Layout, rank: int, reduce_dtype: torch.dtype | None, exchange: _CountingExchange) -> ReductionPlan:
+    params = [meta_parameter(spec.shape, dtype_named(spec.dtype), spec.trainable) for spec in layout.params]
+    dtypes = [reduce_dtype or dtype_named(bucket.dtype) for bucket in layout.buckets]
+    return ReductionPlan(layout, rank, params, [exchange] * len(dtypes), dtypes, 1.0, whole=False)
 
 
 class _CountingExchange(NullExchange):
@@ -93,9 +86,12 @@ class _CountingExchange(NullExchange):
 
     def totals(self) -> GradientBytes:
         """What was counted since the pass began."""
-        in_flight = sum(each.memory_bytes + each.nbytes for each in self._in_flight)
         parts = sum(each.part_bytes for each in self._in_flight)
-        return GradientBytes(self._peak, self._kept + in_flight, self._kept + parts)
+        return GradientBytes(self._peak, self._kept + self._in_flight_bytes, self._kept + parts)
+
+    @property
+    def _in_flight_bytes(self) -> int:
+        return sum(_nbytes(each.memory) + each.nbytes for each in self._in_flight)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The memory of a bucket, from a pool on the host."""
@@ -117,13 +113,11 @@ class _CountingExchange(NullExchange):
         self._note(self._held_back[id(bucket)])
         del self._held_back[id(bucket)]
         self._filling -= _nbytes(memory)
-        pending = _CountingReduce(self, memory, self._sum_size(memory, bucket), self._receive_buffers(memory, bucket))
+        sum_size = memory.numel() if self._world == 1 else bucket.owned(self._rank).length
+        pending = _CountingReduce(self, memory, sum_size, self._receive_buffers(memory, bucket))
         self._in_flight.append(pending)
         self._note()
         return pending
-
-    def _sum_size(self, memory: Tensor, bucket: Bucket) -> int:
-        return memory.numel() if self._world == 1 else bucket.owned(self._rank).length
 
     def _receive_buffers(self, memory: Tensor, bucket: Bucket) -> list[Tensor]:
         """On the host one buffer per other rank; elsewhere the backend's output, which is as long as a padded part."""
@@ -147,9 +141,8 @@ class _CountingExchange(NullExchange):
         return pending.memory.new_empty(pending.sum_size)
 
     def _note(self, further: int = 0) -> None:
-        in_flight = sum(each.memory_bytes + each.nbytes for each in self._in_flight)
         spare = self._bucket_scratch.free_bytes + self._receive_scratch.free_bytes
-        now = self._kept + in_flight + self._filling + self._held_back.total() + spare
+        now = self._kept + self._in_flight_bytes + self._filling + self._held_back.total() + spare
         self._peak = max(self._peak, now + further)
 
 
@@ -159,10 +152,6 @@ class _CountingReduce:
     memory: Tensor
     sum_size: int
     buffers: list[Tensor]
-
-    @property
-    def memory_bytes(self) -> int:
-        return _nbytes(self.memory)
 
     @property
     def nbytes(self) -> int:
@@ -179,8 +168,3 @@ class _CountingReduce:
 def _nbytes(tensor: Tensor) -> int:
     """Bytes of the storage, which a pool may have made larger than was asked for."""
     return tensor.untyped_storage().nbytes()
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -15,7 +15,7 @@ from zerostep.plan.groups import Group, all_params, class_of
 from zerostep.plan.layout import Fragment, Layout, Slot
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.plan.ownership import Ownership
-from zerostep.tools.planner.gradient_bytes import BackwardTerms, gradient_bytes
+from zerostep.tools.planner.gradient_bytes import gradient_bytes
 from zerostep.tools.planner.state import StateModel
 
 __all__ = ["Memory", "RankBytes", "TrainingJob", "fully_sharded", "replicated", "sharded", "whole_parameters"]
@@ -85,15 +85,15 @@ class TrainingJob:
 class RankBytes:
     """The bytes of state, masters and gradients of every rank, one element per rank; the rest is common to all.
 
-    `base` has what is common. With `course`, the layout of `ShardedOptimizer`, and `job`, `memory` simulates backward
-    to get the memory of gradients, which is too slow for all of thousands of ranks.
+    `base` has what is common. With the `layout` of `ShardedOptimizer` and `job`, `memory` simulates backward to get the
+    memory of gradients, which is too slow for all of thousands of ranks.
     """
 
     base: Memory
     state: Tensor
     masters: Tensor
     gradients: Tensor
-    course: Layout | None = None
+    layout: Layout | None = None
     job: TrainingJob | None = None
 
     @property
@@ -114,17 +114,17 @@ class RankBytes:
     def memory(self, rank: int) -> Memory:
         """The bytes of one rank."""
         state, masters = int(self.state[rank]), int(self.masters[rank])
-        found = replace(self.base, state=state, masters=masters, gradients=int(self.gradients[rank]))
-        if self.course is None or self.job is None:
-            return found
-        in_ddp = self.base.scratch > 0
-        terms = BackwardTerms(self.job.planner.settings.reduce_dtype, self.job.on_host, in_ddp)
-        course = gradient_bytes(self.course, rank, map(self.course.index_of, reversed(self.job.names)), terms)
+        memory = replace(self.base, state=state, masters=masters, gradients=int(self.gradients[rank]))
+        if self.layout is None or self.job is None:
+            return memory
+        in_ddp, reduce_dtype = self.base.scratch > 0, self.job.planner.settings.reduce_dtype
+        arrivals = map(self.layout.index_of, reversed(self.job.names))
+        backward = gradient_bytes(self.layout, rank, arrivals, reduce_dtype, self.job.on_host, in_ddp)
         return replace(
-            found,
-            gradients=course.kept,
-            scratch=found.scratch + max(0, course.peak - course.kept),
-            scratch_at_end=found.scratch_at_end + course.end - course.kept,
+            memory,
+            gradients=backward.kept,
+            scratch=memory.scratch + max(0, backward.peak - backward.kept),
+            scratch_at_end=memory.scratch_at_end + backward.end - backward.kept,
         )
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from zerostep.tools.errors import PlanError
-from zerostep.tools.planner.comparison import Comparison, Row
+from zerostep.tools.planner.comparison import Comparison
 from zerostep.tools.planner.report import PARTS, percent, scale
 
-__all__ = ["FORMATS", "check_path", "draw"]
+__all__ = ["check_path", "draw"]
 
-FORMATS = (".png", ".svg")
 _LABELS = {"buffers": "model buffers", "scratch": "communication scratch"}
 # Colours that differ in lightness too, for people who cannot distinguish some hues.
 _COLOURS = ("#332288", "#88ccee", "#117733", "#ddcc77", "#aa4499", "#cc6677")
@@ -21,37 +20,35 @@ _MIN_LABELLED_WIDTH = 0.045  # of the longest bar; narrower parts have no room f
 
 def check_path(path: Path) -> None:
     """Raise `PlanError` for a path to which no picture can be written."""
-    if path.suffix.lower() not in FORMATS:
+    if path.suffix.lower() not in (".png", ".svg"):
         raise PlanError(f"--plot {path} is neither .png nor .svg: give the picture one of these endings")
     if not path.parent.is_dir():
         raise PlanError(f"--plot {path} cannot be written: {path.parent} is not a directory: make it first")
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write the picture, in the format of the path's ending."""
-    check_path(path)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.fonttype": "none", "font.size": 10}):
-        figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.62 * len(comparison.rows)), layout="constrained")
+    """Write the picture, in the format of the path's ending; call `check_path` first."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise PlanError(f"--plot needs {missing.name}: pip install 'zerostep[cli]'") from missing
+    with rc_context({"svg.fonttype": "none", "font.size": 10}):
+        figure = Figure(figsize=(9, 1.9 + 0.62 * len(comparison.rows)), layout="constrained")
+        axes = figure.subplots()
         _bars(axes, comparison)
         _label_axes(axes, comparison)
         try:
             figure.savefig(path, dpi=150)
         except OSError as error:
             raise PlanError(f"--plot {path} cannot be written: {error.strerror}: choose another place") from error
-        finally:
-            pyplot.close(figure)
 
 
 def _bars(axes: Any, comparison: Comparison) -> None:
     size, unit = scale(comparison)
     longest = max(row.largest.total for row in comparison.rows) / size
     parts = [part for part in PARTS if any(getattr(row.largest, part) for row in comparison.rows)]
-    names = [_label(row) for row in comparison.rows]
+    names = [row.strategy.value.replace(" in DDP", "\nin DDP") for row in comparison.rows]
     left = [0.0] * len(names)
     for part in parts:
         colour = _COLOURS[PARTS.index(part)]
@@ -64,21 +61,12 @@ def _bars(axes: Any, comparison: Comparison) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for position, (total, row) in enumerate(zip(left, comparison.rows, strict=True)):
         share = row.largest.total / comparison.plain.largest.total
-        axes.text(
-            total + 0.01 * longest,
-            position,
-            f"{_three_digits(total)} {unit} ({percent(share)})",
-            va="center",
-            fontsize=9,
-        )
+        text = f"{_three_digits(total)} {unit} ({percent(share)})"
+        axes.text(total + 0.01 * longest, position, text, va="center", fontsize=9)
 
 
 def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _label(row: Row) -> str:
-    return row.strategy.value.replace(" in DDP", "\nin DDP")
 
 
 def _label_axes(axes: Any, comparison: Comparison) -> None:
@@ -90,9 +78,8 @@ def _label_axes(axes: Any, comparison: Comparison) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_title(_title(comparison), loc="left", fontsize=11, pad=34)
-    handles, labels = axes.get_legend_handles_labels()
     axes.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=9,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=9,
         borderaxespad=0.2, handlelength=1.2, columnspacing=1.2,
     )  # fmt: skip
 

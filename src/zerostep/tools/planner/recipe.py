@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from zerostep.plan.groups import Group, OptimizerClass, class_of, own_options
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.tools.errors import PlanError
-from zerostep.tools.planner.sources import Source, resolve
+from zerostep.tools.planner.sources import Source, meta_parameter, resolve
 
-__all__ = ["Recipe", "Rule", "dtype_named", "is_hidden_matrix", "optimizer_class", "parse_options", "split_matrices"]
+__all__ = ["Recipe", "Rule", "dtype_named", "is_hidden_matrix", "optimizer_class", "parse_options"]
 
 Named = tuple[str, nn.Parameter]
 
@@ -55,14 +55,27 @@ class Recipe:
         positions = model_positions(param for _, param in source.params)
         return LayoutPlanner(self.common.build, dict(self.common.options), settings, positions, f"{device}:0")
 
-    def groups(self, source: Source, planner: LayoutPlanner) -> list[Group]:
+    def parts(self, named: Iterable[Named]) -> list[tuple[Rule, list[Named]]]:
+        """Return the named parameters of each rule; matrices first."""
+        matrices, rest = list[Named](), list[Named]()
+        for name, param in named:
+            hidden = self.matrices is not None and is_hidden_matrix(name, param)
+            (matrices if hidden else rest).append((name, param))
+        rules = (self.matrices or self.common, matrices), (self.common, rest)
+        return [(rule, members) for rule, members in rules if members]
+
+    def groups(self, named: Iterable[Named]) -> list[Group]:
+        """Return the parts as parameter groups for one `ShardedOptimizer`."""
+        return [
+            {"params": members}
+            if rule is self.common
+            else {"params": members, **rule.options, "optimizer_class": rule.build}
+            for rule, members in self.parts(named)
+        ]
+
+    def complete_groups(self, source: Source, planner: LayoutPlanner) -> list[Group]:
         """Return parameter groups with all their options; raise `PlanError` if a class does not accept them."""
-        groups: list[Group] = [{"params": list(source.params)}]
-        if self.matrices is not None:
-            matrices, rest = split_matrices(source.params)
-            options = {**self.matrices.options, "optimizer_class": self.matrices.build}
-            groups = [group for group in ({"params": matrices, **options}, {"params": rest}) if group["params"]]
-        return [_complete(group, planner) for group in groups]
+        return [_complete(group, planner) for group in self.groups(source.params)]
 
 
 def _complete(group: Group, planner: LayoutPlanner) -> Group:
@@ -72,29 +85,16 @@ def _complete(group: Group, planner: LayoutPlanner) -> Group:
         complete_group = planner.complete(group)
     except Exception as error:
         raise PlanError(f"{name} cannot hold these parameters: {error}: change --optimizer or --option") from error
-    _check_class(name, build, complete_group, planner)
-    return complete_group
-
-
-def _check_class(name: object, build: OptimizerClass, group: Group, planner: LayoutPlanner) -> None:
-    """Raise `PlanError` if the class, called with the group's options, makes something that is no optimizer."""
-    constructor = planner.constructor_options(build)
-    made = build([{**own_options(group), "params": [nn.Parameter(torch.empty(2, 2, device="meta"))]}], **constructor)
+    trial = {**own_options(complete_group), "params": [meta_parameter((2, 2), torch.float32)]}
+    made = build([trial], **planner.constructor_options(build))
     if not isinstance(made, Optimizer):
         raise PlanError(f"{name} makes a {type(made).__name__}: --optimizer must name a torch.optim.Optimizer class")
+    return complete_group
 
 
 def is_hidden_matrix(name: str, param: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix inside a numbered block; embeddings and heads are not."""
     return param.dim() == 2 and any(part.isdigit() for part in name.split("."))
-
-
-def split_matrices(named: Iterable[Named]) -> tuple[list[Named], list[Named]]:
-    """Split named parameters into the matrices of numbered blocks and all others."""
-    matrices, rest = list[Named](), list[Named]()
-    for name, param in named:
-        (matrices if is_hidden_matrix(name, param) else rest).append((name, param))
-    return matrices, rest
 
 
 # ---------------------------------------------------------------------- from the command line
@@ -139,8 +139,10 @@ def _value(text: str, option: str) -> Any:
         return text
 
 
-def dtype_named(text: str, option: str) -> torch.dtype:
-    """Return a floating-point dtype by its name, such as `bfloat16` or `bf16`."""
+def dtype_named(text: str | None, option: str) -> torch.dtype | None:
+    """Return a floating-point dtype by its name, such as `bfloat16` or `bf16`; `None` if no name is given."""
+    if not text:
+        return None
     short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
     dtype = getattr(torch, short.get(text, text.removeprefix("torch.")), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

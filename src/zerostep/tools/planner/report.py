@@ -106,9 +106,11 @@ def _memory_table(comparison: Comparison, box: Any) -> Table:
     table = make_table(names, left=("strategy",), title=title, title_style="", box=box)
     table.columns[1 + len(PARTS)].style = "cyan"
     for row in comparison.rows:
-        table.add_row(row.strategy.value, *_cells(row.largest, size), *_comparisons(row, comparison, size))
-        if _differ(row, size):
-            table.add_row("  smallest", *_cells(row.smallest, size), style="dim")
+        largest, smallest = _cells(row.largest, size), _cells(row.smallest, size)
+        share = percent(row.largest.total / comparison.plain.largest.total)
+        table.add_row(row.strategy.value, *largest, share, f"{row.imbalance:.2f}", _two_decimals(row.wire / size))
+        if smallest != largest:
+            table.add_row("  smallest", *smallest, style="dim")
     return table
 
 
@@ -122,18 +124,9 @@ def _two_decimals(value: float) -> str:
     return f"{value:.2f}" if value >= 0.005 else "<0.01"
 
 
-def _comparisons(row: Row, comparison: Comparison, size: float) -> list[str]:
-    share = row.largest.total / comparison.plain.largest.total
-    return [percent(share), f"{row.imbalance:.2f}", _two_decimals(row.wire / size)]
-
-
 def percent(share: float) -> str:
     """Return a share in percent, with a decimal where it is small."""
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
-
-
-def _differ(row: Row, size: float) -> bool:
-    return _cells(row.largest, size) != _cells(row.smallest, size)
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -154,8 +147,7 @@ def _time_table(comparison: Comparison, times: Forecast, box: Any) -> Table:
     title = "milliseconds per step; how many of them wait for the network, and their error bar"
     table = make_table(("ranks", *names), left=("ranks",), title=title, title_style="", box=box)
     for count, by_strategy in times.times.items():
-        cells = [_time_cell(time) for time in by_strategy.values()]
-        table.add_row(f"{count:,}", *cells)
+        table.add_row(f"{count:,}", *map(_time_cell, by_strategy.values()))
     return table
 
 

@@ -14,29 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerostep.checkpoint.tensor_file import SAFETENSORS_DTYPES
 from zerostep.tools.errors import PlanError
-from zerostep.tools.planner.shapes import NAMED_SHAPES, parameters_of
+from zerostep.tools.planner.shapes import NAMED_SHAPES
 
-__all__ = ["Source", "load", "resolve"]
+__all__ = ["Source", "load", "meta_parameter", "resolve"]
 
 _WANTED = "give package.module:factory, a .safetensors file, an index .safetensors.index.json, or one of " + ", ".join(
     NAMED_SHAPES
 )
 _MAX_HEADER_BYTES = 100_000_000
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {**SAFETENSORS_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -70,14 +58,14 @@ def load(model: str, dtype: torch.dtype | None = None) -> Source:
         raise PlanError(f"--model {model} has no parameters of a floating-point dtype: there is nothing to plan")
     if dtype is None:
         return source
-    params = [(name, _parameter(param.shape, dtype, param.requires_grad)) for name, param in source.params]
+    params = [(name, meta_parameter(param.shape, dtype, param.requires_grad)) for name, param in source.params]
     buffers = [buffer.to(dtype) if buffer.is_floating_point() else buffer for buffer in source.buffers]
     return Source(source.title, tuple(params), tuple(buffers))
 
 
 def _load(model: str) -> Source:
     if model in NAMED_SHAPES:
-        params = [(name, _parameter(shape, torch.float32)) for name, shape in parameters_of(model)]
+        params = [(name, meta_parameter(shape, torch.float32)) for name, shape in NAMED_SHAPES[model]()]
         return Source(model, tuple(params))
     if model.endswith((".safetensors", ".json")):
         return _from_headers(Path(model))
@@ -86,7 +74,8 @@ def _load(model: str) -> Source:
     raise PlanError(f"--model {model} is none that is known: {_WANTED}")
 
 
-def _parameter(shape: Iterable[int], dtype: torch.dtype, trainable: bool = True) -> nn.Parameter:
+def meta_parameter(shape: Iterable[int], dtype: torch.dtype, trainable: bool = True) -> nn.Parameter:
+    """Return a parameter without memory."""
     return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"), requires_grad=trainable)
 
 
@@ -100,7 +89,7 @@ def _from_factory(path: str) -> Source:
     model = _build(path, factory)
     if not isinstance(model, nn.Module):
         raise PlanError(f"--model {path} makes a {type(model).__name__}: the factory must return a torch.nn.Module")
-    params = [(name, _parameter(p.shape, p.dtype, p.requires_grad)) for name, p in model.named_parameters()]
+    params = [(name, meta_parameter(p.shape, p.dtype, p.requires_grad)) for name, p in model.named_parameters()]
     return Source(path, tuple(params), tuple(buffer.to("meta") for buffer in model.buffers()))
 
 
@@ -151,14 +140,12 @@ def _from_headers(path: Path) -> Source:
     files = _files_of_index(path) if path.suffix == ".json" else [path]
     entries = {name: entry for file in files for name, entry in _header(file).items()}
     tensors = [(name, *_shape_and_dtype(name, entry)) for name, entry in entries.items()]
-    params = [(name, _parameter(shape, dtype)) for name, shape, dtype in tensors if _is_trained(dtype)]
-    others = [torch.empty(shape, dtype=dtype, device="meta") for _, shape, dtype in tensors if not _is_trained(dtype)]
+    # A header does not say which tensors are parameters; integers are not trained.
+    params = [(name, meta_parameter(shape, dtype)) for name, shape, dtype in tensors if dtype.is_floating_point]
+    others = [
+        torch.empty(shape, dtype=dtype, device="meta") for _, shape, dtype in tensors if not dtype.is_floating_point
+    ]
     return Source(str(path), tuple(params), tuple(others))
-
-
-def _is_trained(dtype: torch.dtype) -> bool:
-    """Return whether to take a tensor for a parameter: a header does not say, and integers are not trained."""
-    return dtype.is_floating_point
 
 
 def _files_of_index(path: Path) -> list[Path]:

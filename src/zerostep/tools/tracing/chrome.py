@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from zerostep.tools.tracing.events import RankTrace
+from zerostep.tools.tracing.events import DEVICE_CATEGORIES, RankTrace
 from zerostep.tools.tracing.step import StepView
 
-__all__ = ["merged", "write"]
+__all__ = ["merged"]
 
 _RANK_STRIDE = 1000  # rank r has process id 1000 * r, and the ids after it for its accelerators
 _FLOW_STRIDE = 1 << 32
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _NOT_HOST_PREFIXES = ("gpu", "kernel", "Trace", "overhead")
 
 
@@ -28,11 +25,6 @@ def merged(traces: Sequence[RankTrace], views: Sequence[StepView]) -> dict[str, 
         events += _shifted(trace, base - begin)
         events += _comm_ranges(view, begin)
     return {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
-
-
-def write(path: Path, traces: Sequence[RankTrace], views: Sequence[StepView]) -> None:
-    """Write one file for all ranks."""
-    path.write_text(json.dumps(merged(traces, views)))
 
 
 def _shifted(trace: RankTrace, shift: float) -> Iterator[dict[str, Any]]:
@@ -60,7 +52,7 @@ def _process_ids(trace: RankTrace) -> dict[Any, int]:
     ranges = [entry for entry in trace.raw["traceEvents"] if entry["ph"] == "X" and "dur" in entry]
     counts = Counter(entry["pid"] for entry in ranges if not str(entry.get("cat")).startswith(_NOT_HOST_PREFIXES))
     own = counts.most_common(1)[0][0]
-    devices = dict.fromkeys(entry["pid"] for entry in ranges if entry.get("cat") in _DEVICE_CATEGORIES)
+    devices = dict.fromkeys(entry["pid"] for entry in ranges if entry.get("cat") in DEVICE_CATEGORIES)
     first = trace.rank * _RANK_STRIDE
     return {own: first, **{pid: first + 1 + index for index, pid in enumerate(devices) if pid != own}}
 

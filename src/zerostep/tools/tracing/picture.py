@@ -10,9 +10,9 @@ from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.intervals import Interval
 from zerostep.tools.tracing.step import StepView
 
-__all__ = ["FORMATS", "check_paths", "draw"]
+__all__ = ["check_paths", "draw"]
 
-FORMATS = (".svg", ".png", ".pdf")
+_FORMATS = (".svg", ".png", ".pdf")
 _COLOURS = {
     "forward": ("#a6cee3", "forward, and work outside of the rest"),
     "backward": ("#2c7fb8", "backward"),
@@ -32,8 +32,8 @@ _FONT = 8
 def check_paths(paths: Iterable[Path]) -> None:
     """Raise `TraceError` for a path to which no picture can be written."""
     for path in paths:
-        if path.suffix.lower() not in FORMATS:
-            raise TraceError(f"{path} is no picture: its name must end with {', '.join(FORMATS)}")
+        if path.suffix.lower() not in _FORMATS:
+            raise TraceError(f"{path} is no picture: its name must end with {', '.join(_FORMATS)}")
         if not path.parent.is_dir():
             raise TraceError(f"{path.parent} is not a folder: create it, or choose another --out")
 
@@ -103,18 +103,13 @@ def _label_axis(axis: Any, view: StepView, names: Sequence[str], begin: float) -
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x", color="#e4e4e4", linewidth=0.6)
     axis.axvline((view.window.stop - begin) / 1e3, color="#444444", linewidth=0.8, linestyle=":")
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right", "left"]].set_visible(False)
     parts = ", ".join(
         f"{phase} {sum(span.length for span in spans) / 1e3:.2f}" for phase, spans in view.exposed.items()
     )
     exposed = f"exposed communication {view.exposed_ms:.2f} ms" + (f" ({parts})" if parts else "")
-    axis.set_title(
-        f"rank {view.rank}: {view.window.length / 1e3:.2f} ms, {exposed}",
-        loc="left",
-        fontsize=_FONT + 1,
-        fontweight="bold",
-    )
+    title = f"rank {view.rank}: {view.window.length / 1e3:.2f} ms, {exposed}"
+    axis.set_title(title, loc="left", fontsize=_FONT + 1, fontweight="bold")
 
 
 def _legend(figure: Any, views: Sequence[StepView]) -> None:

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from zerostep.step.labels import Label
 from zerostep.tools.errors import TraceError
-from zerostep.tools.tracing.events import BACKWARD, OPTIMIZER_STEP, RankTrace, TraceEvent
+from zerostep.tools.tracing.events import BACKWARD, DEVICE_CATEGORIES, OPTIMIZER_STEP, RankTrace, TraceEvent
 from zerostep.tools.tracing.intervals import Interval, clip, intersect, join, subtract, total, union
 
 __all__ = ["CommSpan", "StepView", "Update", "common_step", "view_step"]
 
 _COLLECTIVE = re.compile(r"(?:gloo|mpi|ucc):_?(?P<name>[a-z_]+)")  # the ranges of nccl are only the launches of kernels
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _OWN_MESSAGES = ("send", "recv")  # covered by the ranges of this library, which name the bucket
 _NO_COMMUNICATION = ("update", "control")
 _MAX_PAUSE = 100.0  # microseconds; a shorter pause between two ops counts as work
@@ -95,10 +94,10 @@ def view_step(trace: RankTrace, step: int) -> StepView:
     Communication is evaluated over the whole trace and clipped afterwards, because it may cross the edges of a step.
     """
     window = trace.steps[step]
-    ours = [(label, event) for event in trace.events if (label := Label.parse(event.name)) and _is_host(event)]
+    ours = [(label, event) for event in trace.host_events("zerostep/") if (label := Label.parse(event.name))]
     ops = [event for event in trace.events if _is_op(event) and event.thread in trace.host_threads]
     op_spans = union(event.span for event in ops)
-    kernels = [event for event in trace.events if event.category in _DEVICE_CATEGORIES]
+    kernels = [event for event in trace.events if event.category in DEVICE_CATEGORIES]
     messages = [event for event in kernels if event.name.startswith("nccl")]
     device = union(event.span for event in kernels if not event.name.startswith("nccl"))
     comms = _device_comms(trace, messages, device) if messages else _host_comms(trace, ours, op_spans)
@@ -107,7 +106,11 @@ def view_step(trace: RankTrace, step: int) -> StepView:
         exposed[comm.phase] += comm.waits
     if not messages:
         exposed["control"] = _control_waits(trace, ours, op_spans)
-    updates = [_update(label, event) for label, event in ours if label.phase == "update"]
+    updates = [
+        Update([f"bucket {bucket}" for bucket in label.buckets], event.span)
+        for label, event in ours
+        if label.phase == "update"
+    ]
     return StepView(
         rank=trace.rank,
         window=window,
@@ -158,10 +161,6 @@ def _backward(ops: Sequence[TraceEvent]) -> list[Interval]:
         else:
             passes.append(node)
     return passes
-
-
-def _is_host(event: TraceEvent) -> bool:
-    return not event.category.startswith("gpu")
 
 
 def _is_op(event: TraceEvent) -> bool:
@@ -272,10 +271,6 @@ def _control_waits(trace: RankTrace, ours: Sequence[_Labelled], op_spans: Sequen
     """Return when the host waited for other ranks' used masks or status; these messages belong to no bucket."""
     waits = [event for label, event in ours if label.phase == "control" and label.waits]
     return [interval for wait in waits for interval in _idle_spans(trace, wait, op_spans, [wait.span])]
-
-
-def _update(label: Label, event: TraceEvent) -> Update:
-    return Update([f"bucket {bucket}" for bucket in label.buckets], event.span)
 
 
 def _row(label: Label) -> str:
