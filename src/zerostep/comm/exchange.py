@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import EvenParts, NullTransport, Transfer, Transport
+from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport
 from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
@@ -104,7 +105,7 @@ def connect(transport: Transport, device: torch.device) -> Exchange:
     """The exchange for memory on `device`; a collective, because the host's exchange makes a group of its own."""
     if isinstance(transport, NullTransport):
         return NullExchange()
-    if transport.stream_ordered(device):
+    if isinstance(transport, GroupTransport) and transport.stream_ordered(device):
         return StreamExchange(transport)
     return HostExchange(transport.companion())
 
@@ -315,7 +316,7 @@ class StreamExchange:
 
     blocks_host = False
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: GroupTransport) -> None:
         self._transport, self._rank, self._world = transport, transport.rank, transport.world_size
         self.bytes_sent = self.bytes_received = 0
         self._even: dict[int, tuple[Bucket, int | None]] = {}  # by identity: thousands of cuts are slow to compare
@@ -330,15 +331,15 @@ class StreamExchange:
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """A reduce-scatter; buckets are padded so that the parts of all ranks have the same length."""
         parts = self._parts(memory, bucket)
-        output = torch.empty_like(parts[self._rank])
+        output = memory.new_empty(memory.numel() // self._world if parts is None else parts[self._rank].numel())
         self._count(memory)
-        transfer = self._transport.start_reduce_scatter(output, parts, memory)
+        transfer = self._transport.start_reduce_scatter(output, memory, parts)
         return _StreamReduce(transfer, memory, bucket.owned(self._rank).length, output.nbytes)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """An all-gather in place."""
         self._count(memory)
-        return self._transport.start_all_gather(self._parts(memory, bucket), memory)  # type: ignore[return-value]
+        return self._transport.start_all_gather(memory, self._parts(memory, bucket))  # type: ignore[return-value]
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """An all-reduce of a matrix with one row per rank, of which each rank fills its own."""
@@ -354,12 +355,14 @@ class StreamExchange:
     def release_scratch(self) -> None:
         """No scratch memory to release: the backend has its own."""
 
-    def _parts(self, memory: Tensor, bucket: Bucket) -> Sequence[Tensor]:
+    def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor] | None:
+        """Every rank's part; `None` if they are equally long and fill the memory, so that no view needs to be made."""
         if id(bucket) not in self._even:
-            self._even[id(bucket)] = bucket, even_part(bucket)
+            lengths = {stop - start for start, stop in pairwise(bucket.cuts)}
+            self._even[id(bucket)] = bucket, lengths.pop() if len(lengths) == 1 else even_part(bucket)
         even = self._even[id(bucket)][1]
         if even is not None and even * self._world == memory.numel():
-            return EvenParts(memory, even)
+            return None
         return [memory[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
 
     def _count(self, memory: Tensor) -> None:

@@ -21,15 +21,14 @@ import torch.distributed as dist
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
-from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, EvenParts, Message, Transport
-from zerostep.comm.transport.transfer import Transfer
+from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
+from zerostep.comm.transport.transfer import Transfer, finish_in_order
 from zerostep.errors import TransportError
 
 __all__ = [
     "TAG_DATA",
     "BucketMemory",
     "CompanionTransport",
-    "EvenParts",
     "GroupTransport",
     "Message",
     "NullTransport",
@@ -37,6 +36,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "connect",
+    "finish_in_order",
 ]
 
 
