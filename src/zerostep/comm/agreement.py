@@ -20,7 +20,7 @@ from torch import Tensor
 from zerostep.comm.stream import broadcast_bytes
 from zerostep.comm.transport import Transport
 from zerostep.errors import CheckpointError
-from zerostep.plan.groups import Group, options
+from zerostep.plan.groups import Group, all_params, options
 from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
 from zerostep.version import __version__
@@ -97,7 +97,6 @@ def facts_of(
     groups: Sequence[Group], specs: Sequence[ParamSpec], optimizer_class: Any, with_strides: bool
 ) -> list[Fact]:
     """The facts that must be equal on all ranks; with strides if parameters are sent in memory order."""
-    params = (param for group in groups for param in group["params"])
     facts = [
         Fact(
             f"parameter {index} ({spec.name!r})",
@@ -105,7 +104,7 @@ def facts_of(
             f"{'trainable' if spec.trainable else 'frozen'}, in group {spec.group}"
             + (f", strides {param.stride()}" if with_strides and is_dense(param) else ""),
         )
-        for index, (spec, param) in enumerate(zip(specs, params, strict=True))
+        for index, (spec, param) in enumerate(zip(specs, all_params(groups), strict=True))
     ]
     # If another rank has more parameters, its next one differs from this fact and not from an option.
     facts.append(Fact(f"parameter {len(specs)}", "nothing"))

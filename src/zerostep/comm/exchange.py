@@ -60,11 +60,15 @@ class PendingGather(Protocol):
         """Return when all parts are in place; on an accelerator, when the current stream will see them in place."""
 
 
-class PendingInts(Protocol):
+@dataclass(frozen=True)
+class PendingInts:
     """Integers in flight to every rank."""
+
+    read: Callable[[], list[list[int]]]
 
     def wait(self) -> list[list[int]]:
         """The integers of every rank, by rank."""
+        return self.read()
 
 
 class Exchange(Protocol):
@@ -110,14 +114,6 @@ def connect(transport: Transport, device: torch.device) -> Exchange:
     return HostExchange(transport.companion())
 
 
-@dataclass(frozen=True)
-class _PendingInts:
-    read: Callable[[], list[list[int]]]
-
-    def wait(self) -> list[list[int]]:
-        return self.read()
-
-
 # ---------------------------------------------------------------------- a world of one
 
 
@@ -158,7 +154,7 @@ class NullExchange:
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """This rank's integers."""
-        return _PendingInts(lambda: [list(values)])
+        return PendingInts(lambda: [list(values)])
 
     def release_scratch(self) -> None:
         """No scratch memory to release."""
@@ -190,22 +186,22 @@ class HostExchange:
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """Send every rank's part to its owner, who sums in rank order."""
         host = memory.cpu()
-        mine = host[bucket.cuts[self._rank] : bucket.cuts[self._rank + 1]]
+        parts = _parts(host, bucket)
+        mine = parts[self._rank]
         sources = [source for _, source in self._pairs()] if mine.numel() else []
         buffers = {source: self._receive_scratch.allocate(mine.numel(), mine.dtype) for source in sources}
-        messages = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, buffers.get(source), source)
-                    for to, source in self._pairs()]  # fmt: skip
+        messages = [(parts[to], to, buffers.get(source), source) for to, source in self._pairs()]
         transfers = self._start(messages, TAG_REDUCE)
         return _HostReduce(self._rank, mine, buffers, transfers, memory.device, self._receive_scratch)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """Send every owner's part to all ranks, straight into place if the memory is on the host."""
-        staged = memory.cpu() if memory.device.type != "cpu" else memory
-        parts = [staged[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
+        host = memory.cpu()
+        parts = _parts(host, bucket)
         messages = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs()]
         transfers = self._start(messages, _TAG_GATHER)
         others = [(bucket.cuts[rank], parts[rank]) for rank in range(self._world) if rank != self._rank]
-        return _HostGather(transfers, memory, [] if staged is memory else others)
+        return _HostGather(transfers, memory, [] if host is memory else others)
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """One small message to and from every rank."""
@@ -218,7 +214,7 @@ class HostExchange:
                 transfer.wait()
             return [rows[rank].tolist() for rank in range(self._world)]
 
-        return _PendingInts(read)
+        return PendingInts(read)
 
     def release_scratch(self) -> None:
         """Release the pools' free memory; what is in flight stays."""
@@ -301,6 +297,11 @@ class _HostGather:
             self.memory[start : start + part.numel()].copy_(part)
 
 
+def _parts(memory: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Every rank's part of the memory of a bucket."""
+    return [memory[start:stop] for start, stop in pairwise(bucket.cuts)]
+
+
 def _pieces(part: Tensor | None) -> Sequence[Tensor]:
     """A part as the messages it travels in. Lengths alone decide, so sender and receiver cut alike."""
     if part is None or not part.numel():
@@ -350,7 +351,7 @@ class StreamExchange:
         # Only from pinned memory is the copy asynchronous: from any other it would block the host.
         rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         transfer = self._transport.start_all_reduce(rows)
-        return _PendingInts(lambda: transfer.wait().tolist())
+        return PendingInts(lambda: transfer.wait().tolist())
 
     def release_scratch(self) -> None:
         """No scratch memory to release: the backend has its own."""
@@ -363,7 +364,7 @@ class StreamExchange:
         even = self._even[id(bucket)][1]
         if even is not None and even * self._world == memory.numel():
             return None
-        return [memory[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
+        return _parts(memory, bucket)
 
     def _count(self, memory: Tensor) -> None:
         moved = memory.numel() * memory.element_size() * (self._world - 1) // self._world
