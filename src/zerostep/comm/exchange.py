@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -74,6 +74,10 @@ class PendingInts:
 class Exchange(Protocol):
     """How buckets travel. All ranks make the same calls in the same order."""
 
+    blocks_host: bool  # whether waiting stops the host, and not only a stream
+    bytes_sent: int  # by this rank so far
+    bytes_received: int
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a bucket of gradients; its content is undefined."""
 
@@ -92,18 +96,6 @@ class Exchange(Protocol):
     def release_scratch(self) -> None:
         """Release memory that is kept for reuse: no bucket will be launched for a while."""
 
-    @property
-    def blocks_host(self) -> bool:
-        """Whether waiting stops the host, and not only a stream."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that this rank has received so far."""
-
 
 def connect(transport: Transport, device: torch.device) -> Exchange:
     """The exchange for memory on `device`; a collective, because the host's exchange makes a group of its own."""
@@ -112,6 +104,21 @@ def connect(transport: Transport, device: torch.device) -> Exchange:
     if isinstance(transport, GroupTransport) and transport.stream_ordered(device):
         return StreamExchange(transport)
     return HostExchange(transport.companion())
+
+
+class _Unpooled:
+    """Memory for buckets from the device's allocator, which takes it back with its last reference."""
+
+    blocks_host = False
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def free(self, memory: Tensor) -> None:
+        pass
+
+    def release_scratch(self) -> None:
+        pass
 
 
 # ---------------------------------------------------------------------- a world of one
@@ -131,18 +138,10 @@ class _Local:
         pass
 
 
-class NullExchange:
+class NullExchange(_Unpooled):
     """A world of one: nothing travels."""
 
-    blocks_host = False
     bytes_sent = bytes_received = 0
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Fresh memory: the bucket itself becomes the sum."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def free(self, memory: Tensor) -> None:
-        """Nothing to keep: the memory is the sum."""
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """The memory is the sum."""
@@ -155,9 +154,6 @@ class NullExchange:
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """This rank's integers."""
         return PendingInts(lambda: [list(values)])
-
-    def release_scratch(self) -> None:
-        """No scratch memory to release."""
 
 
 # ---------------------------------------------------------------------- host memory
@@ -210,8 +206,7 @@ class HostExchange:
         transfers = self._start(messages, _TAG_INTS)
 
         def read() -> list[list[int]]:
-            for transfer in transfers.all():
-                transfer.wait()
+            transfers.wait()
             return [rows[rank].tolist() for rank in range(self._world)]
 
         return PendingInts(read)
@@ -246,8 +241,9 @@ class _Transfers:
     receives: dict[int, list[Transfer]] = field(default_factory=dict)
     sends: list[Transfer] = field(default_factory=list)
 
-    def all(self) -> list[Transfer]:
-        return [transfer for transfers in self.receives.values() for transfer in transfers] + self.sends
+    def wait(self) -> None:
+        for transfer in chain(*self.receives.values(), self.sends):
+            transfer.wait()
 
 
 @dataclass(frozen=True)
@@ -291,8 +287,7 @@ class _HostGather:
     staged: Sequence[tuple[int, Tensor]]
 
     def wait(self) -> None:
-        for transfer in self.transfers.all():
-            transfer.wait()
+        self.transfers.wait()
         for start, part in self.staged:
             self.memory[start : start + part.numel()].copy_(part)
 
@@ -312,22 +307,13 @@ def _pieces(part: Tensor | None) -> Sequence[Tensor]:
 # ---------------------------------------------------------------------- stream order
 
 
-class StreamExchange:
+class StreamExchange(_Unpooled):
     """The backend's own collectives, in stream order: the host waits only in `PendingInts.wait`."""
-
-    blocks_host = False
 
     def __init__(self, transport: GroupTransport) -> None:
         self._transport, self._rank, self._world = transport, transport.rank, transport.world_size
         self.bytes_sent = self.bytes_received = 0
         self._even: dict[int, tuple[Bucket, int | None]] = {}  # by identity: thousands of cuts are slow to compare
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory from the allocator of the device, which reuses it in stream order."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def free(self, memory: Tensor) -> None:
-        """The allocator takes it back with its last reference."""
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """A reduce-scatter; buckets are padded so that the parts of all ranks have the same length."""
@@ -352,9 +338,6 @@ class StreamExchange:
         rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         transfer = self._transport.start_all_reduce(rows)
         return PendingInts(lambda: transfer.wait().tolist())
-
-    def release_scratch(self) -> None:
-        """No scratch memory to release: the backend has its own."""
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor] | None:
         """Every rank's part; `None` if they are equally long and fill the memory, so that no view needs to be made."""

@@ -20,10 +20,7 @@ __all__ = ["divide", "plan", "restrict"]
 
 
 def plan(specs: Sequence[ParamSpec], world_size: int, in_order: bool = False) -> Layout:
-    """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable.
-
-    `in_order` divides every range of neighbours evenly, as far as whole parameters allow, and not only the whole.
-    """
+    """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable."""
     sizes = [spec.numel for spec in specs]
     owners = assign(_mostly_in_order(specs, world_size) if in_order else largest_first(specs), sizes, world_size)
     buckets = [atomic_bucket(specs, members, owners, world_size) for members in _alike(specs, owners)]

@@ -23,7 +23,6 @@ from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import Transfer, finish_in_order
-from zerostep.errors import TransportError
 
 __all__ = [
     "TAG_DATA",
@@ -34,7 +33,6 @@ __all__ = [
     "NullTransport",
     "Transfer",
     "Transport",
-    "TransportError",
     "connect",
     "finish_in_order",
 ]
