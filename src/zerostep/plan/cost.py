@@ -6,7 +6,7 @@ so no class needs to be known. Work is counted only for classes that multiply ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zerostep.plan.buckets import Cost
+from zerostep.plan.groups import OptimizerClass
 from zerostep.plan.layout import ParamSpec
 
 __all__ = ["CostModel", "fresh_state", "state_bytes"]
@@ -31,10 +31,7 @@ class CostModel:
     """The costs of parameters under one optimizer class, given its constructor's options and a group's own."""
 
     def __init__(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        options: Mapping[str, Any],
-        group: Mapping[str, Any] | None = None,
+        self, optimizer_class: OptimizerClass, options: Mapping[str, Any], group: Mapping[str, Any] | None = None
     ) -> None:
         @cache
         def measure(shape: tuple[int, ...], dtype: str) -> int:
@@ -53,7 +50,7 @@ class CostModel:
 
 
 def state_bytes(
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: OptimizerClass,
     options: Mapping[str, Any],
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -81,7 +78,7 @@ def state_bytes(
 
 
 def fresh_state(
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: OptimizerClass,
     options: Mapping[str, Any],
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -95,7 +92,7 @@ def fresh_state(
 
 
 def _run_step(
-    optimizer_class: Callable[..., Optimizer],
+    optimizer_class: OptimizerClass,
     options: Mapping[str, Any],
     shape: tuple[int, ...],
     dtype: torch.dtype,

@@ -236,26 +236,20 @@ class Layout:
 
     def to_json(self) -> str:
         """The layout as text; equal layouts give equal text."""
-        return json.dumps(
+        params = [[p.name, p.shape, p.dtype, p.device, p.group, p.splittable, p.trainable] for p in self.params]
+        buckets = [
             {
-                "world_size": self.world_size,
-                "params": [
-                    [p.name, p.shape, p.dtype, p.device, p.group, p.splittable, p.trainable] for p in self.params
-                ],
-                "buckets": [
-                    {
-                        "dtype": bucket.dtype,
-                        "device": bucket.device,
-                        "trainable": bucket.trainable,
-                        "params": [slot.param for slot in bucket.slots],
-                        "keepers": [slot.keeper for slot in bucket.slots if not slot.span.length],
-                        "cuts": bucket.cuts,
-                    }
-                    for bucket in self.buckets
-                ],
-            },
-            separators=(",", ":"),
-        )
+                "dtype": bucket.dtype,
+                "device": bucket.device,
+                "trainable": bucket.trainable,
+                "params": [slot.param for slot in bucket.slots],
+                "keepers": [slot.keeper for slot in bucket.slots if not slot.span.length],
+                "cuts": bucket.cuts,
+            }
+            for bucket in self.buckets
+        ]
+        entries = {"world_size": self.world_size, "params": params, "buckets": buckets}
+        return json.dumps(entries, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Layout:
