@@ -56,7 +56,7 @@ class PendingReduce(Protocol):
 class PendingGather(Protocol):
     """A bucket of parameters in flight to every rank."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when all parts are in place; on an accelerator, when the current stream will see them in place."""
 
 
@@ -326,7 +326,7 @@ class StreamExchange(_Unpooled):
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """An all-gather in place."""
         self._count(memory)
-        return self._transport.start_all_gather(memory, self._parts(memory, bucket))  # type: ignore[return-value]
+        return self._transport.start_all_gather(memory, self._parts(memory, bucket))
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """An all-reduce of a matrix with one row per rank, of which each rank fills its own."""
