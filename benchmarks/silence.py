@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import TAG_REDUCE, Exchange, HostExchange, StreamExchange
-from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport
+from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, Transfer, Transport
 
 
 class _Done:
@@ -33,13 +33,13 @@ class SilentTransport(GroupTransport):
         """Everyone says the same."""
         return [list(values) for _ in range(self.world_size)]
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
+    def start_reduce_scatter(self, output: Tensor, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
         """The sum is this rank's own part."""
         self.messages += 1
-        output.copy_(parts[self.rank])
+        output.copy_(memory.view(self.world_size, -1)[self.rank] if parts is None else parts[self.rank])
         return Transfer(_Done(), output, "")
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
+    def start_all_gather(self, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
         """Everything is there."""
         self.messages += 1
         return Transfer(_Done(), memory, "")
@@ -49,11 +49,13 @@ class SilentTransport(GroupTransport):
         self.messages += 1
         return Transfer(_Done(), memory, "")
 
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
+        """Count the message."""
         self.messages += 1
         return Transfer(_Done(), memory, "")
 
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
+        """Zeros for gradients; parameters stay as they are."""
         return Transfer(_Done(), memory.zero_() if tag == TAG_REDUCE else memory, "")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
@@ -70,7 +72,7 @@ def alone_among(world_size: int, rank: int, collectives: bool) -> Iterator[Silen
     """Optimizers built here believe in ``world_size`` ranks; ``collectives`` as on accelerators, else by messages."""
     transport = SilentTransport(rank, world_size)
 
-    def exchange(ranks: Transport, device: torch.device) -> Exchange:
+    def exchange(ranks: SilentTransport, device: torch.device) -> Exchange:
         return StreamExchange(ranks) if collectives else HostExchange(ranks)
 
     if world_size == 1:

@@ -17,9 +17,8 @@ from zerostep.checkpoint import stored_tensor as stored
 from zerostep.checkpoint.directory import read_manifest
 from zerostep.checkpoint.reshard import reshard
 from zerostep.plan.buckets import Cost, fill
-from zerostep.plan.divide import divide
 from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
-from zerostep.plan.partition import plan
+from zerostep.plan.partition import divide, plan
 
 DTYPES = ["float32", "bfloat16", "complex64", "uint16"]
 

@@ -19,22 +19,26 @@ _SIZES = st.lists(st.integers(0, 100), max_size=12)
 _LIMITS = st.integers(1, 64)
 
 
+def _memories(sizes: list[int]) -> list[Tensor]:
+    """Tensors of these sizes, whose elements are numbered from the first to the last."""
+    return list(torch.arange(sum(sizes)).split(sizes))
+
+
+def _pieces(sizes: list[int], limit: int) -> list[list[list[int]]]:
+    return [[part.tolist() for part in piece] for piece in stream.pieces(_memories(sizes), limit)]
+
+
 @patient
 @given(_SIZES, _LIMITS)
-def test_pieces_cover_every_byte_once_and_in_order(sizes: list[int], limit: int) -> None:
-    found = [
-        (part.tensor, byte)
-        for piece in stream.pieces(sizes, limit)
-        for part in piece
-        for byte in range(part.span.start, part.span.stop)
-    ]
-    assert found == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
+def test_pieces_cover_every_element_once_and_in_order(sizes: list[int], limit: int) -> None:
+    found = [element for piece in _pieces(sizes, limit) for part in piece for element in part]
+    assert found == list(range(sum(sizes)))
 
 
 @patient
 @given(_SIZES, _LIMITS)
 def test_pieces_are_bounded_and_full(sizes: list[int], limit: int) -> None:
-    lengths = [sum(part.span.length for part in piece) for piece in stream.pieces(sizes, limit)]
+    lengths = [sum(map(len, piece)) for piece in _pieces(sizes, limit)]
     assert all(length == limit for length in lengths[:-1])
     assert all(0 < length <= limit for length in lengths[-1:])
 
@@ -42,14 +46,17 @@ def test_pieces_are_bounded_and_full(sizes: list[int], limit: int) -> None:
 @patient
 @given(_SIZES, _LIMITS)
 def test_a_piece_has_no_empty_parts_and_one_part_per_tensor(sizes: list[int], limit: int) -> None:
-    for piece in stream.pieces(sizes, limit):
-        assert all(part.span.length for part in piece)
-        tensors = [part.tensor for part in piece]
+    owner = [tensor for tensor, size in enumerate(sizes) for _ in range(size)]
+    for piece in _pieces(sizes, limit):
+        assert all(piece)
+        tensors = [owner[part[0]] for part in piece]
         assert tensors == sorted(set(tensors))
+        assert all(owner[part[-1]] == tensor for part, tensor in zip(piece, tensors, strict=True))
 
 
 def test_a_piece_is_sixteen_mebibytes_unless_told() -> None:
-    lengths = [sum(part.span.length for part in piece) for piece in stream.pieces([(40 << 20) + 1])]
+    memory = torch.empty((40 << 20) + 1, dtype=torch.uint8, device="meta")
+    lengths = [sum(part.numel() for part in piece) for piece in stream.pieces([memory])]
     assert lengths == [16 << 20, 16 << 20, (8 << 20) + 1]
 
 

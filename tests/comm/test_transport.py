@@ -22,9 +22,9 @@ from zerostep.comm.transport import (
     GroupTransport,
     NullTransport,
     Transport,
-    TransportError,
     connect,
 )
+from zerostep.errors import TransportError
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.partition import plan

@@ -59,11 +59,11 @@ class _LateTransport(GroupTransport):
         super().__init__(group, DEVICE)
         self._side = torch.cuda.Stream()
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        return self._late(partial(super().start_reduce_scatter, output, parts, memory), output)
+    def start_reduce_scatter(self, output: Tensor, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
+        return self._late(partial(super().start_reduce_scatter, output, memory, parts), output)
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        return self._late(partial(super().start_all_gather, parts, memory), memory)
+    def start_all_gather(self, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
+        return self._late(partial(super().start_all_gather, memory, parts), memory)
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         return self._late(partial(super().start_all_reduce, memory), memory)

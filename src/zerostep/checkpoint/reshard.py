@@ -27,8 +27,8 @@ from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import TensorFile, write_streamed
 from zerostep.comm.codec import encode
 from zerostep.errors import CheckpointError
-from zerostep.plan.divide import divide
 from zerostep.plan.layout import Layout, Span
+from zerostep.plan.partition import divide
 from zerostep.version import __version__
 
 __all__ = ["reshard"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from zerostep.comm.stream import broadcast_bytes
 from zerostep.comm.transport import Transport
 from zerostep.errors import CheckpointError
-from zerostep.plan.groups import Group, options
+from zerostep.plan.groups import Group, all_params, options
 from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
 from zerostep.version import __version__
@@ -71,7 +71,8 @@ def agreed(transport: Transport) -> Iterator[Agreement]:
         transport.all_gather_ints([_FAILED, 0, 0, 0, 0])
         transport.all_gather_ints(_text_to_ints(_describe_error(error)))
         raise
-    rows = transport.all_gather_ints([_READY, *_digest(agreement.facts)])
+    digest = hashlib.sha256(_to_json(agreement.facts)).digest()
+    rows = transport.all_gather_ints([_READY, *_bytes_to_ints(digest)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
     if failed:
         texts = transport.all_gather_ints(_text_to_ints(""))
@@ -97,7 +98,6 @@ def facts_of(
     groups: Sequence[Group], specs: Sequence[ParamSpec], optimizer_class: Any, with_strides: bool
 ) -> list[Fact]:
     """The facts that must be equal on all ranks; with strides if parameters are sent in memory order."""
-    params = (param for group in groups for param in group["params"])
     facts = [
         Fact(
             f"parameter {index} ({spec.name!r})",
@@ -105,7 +105,7 @@ def facts_of(
             f"{'trainable' if spec.trainable else 'frozen'}, in group {spec.group}"
             + (f", strides {param.stride()}" if with_strides and is_dense(param) else ""),
         )
-        for index, (spec, param) in enumerate(zip(specs, params, strict=True))
+        for index, (spec, param) in enumerate(zip(specs, all_params(groups), strict=True))
     ]
     # If another rank has more parameters, its next one differs from this fact and not from an option.
     facts.append(Fact(f"parameter {len(specs)}", "nothing"))
@@ -128,17 +128,14 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__qualname__}"
 
 
-def _digest(facts: Sequence[Fact]) -> list[int]:
-    return _bytes_to_ints(hashlib.sha256(_to_json(facts)).digest())
-
-
 def _to_json(facts: Sequence[Fact]) -> bytes:
     return json.dumps([[fact.title, fact.value] for fact in facts]).encode()
 
 
 def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) -> None:
     """Raise an error that names the first fact in which any rank differs from rank 0; a collective."""
-    first = _first_difference(facts, _facts_of_rank_0(transport, facts))
+    pairs = enumerate(zip_longest(facts, _facts_of_rank_0(transport, facts)))
+    first = next((index for index, (here, there) in pairs if here != there), -1)
     rows = transport.all_gather_ints([first])
     index = min(row[0] for row in rows if row[0] >= 0)
     mine = facts[index] if index < len(facts) else Fact("", "nothing")
@@ -162,12 +159,6 @@ def _facts_of_rank_0(transport: Transport, facts: Sequence[Fact]) -> list[Fact]:
     size = transport.all_gather_ints([len(text)])[0][0]
     received = broadcast_bytes(transport, text if transport.rank == 0 else bytes(size), source=0)
     return [Fact(title, value) for title, value in json.loads(received)]
-
-
-def _first_difference(mine: Sequence[Fact], theirs: Sequence[Fact]) -> int:
-    """The index of the first fact that differs, or -1 if all are equal."""
-    pairs = enumerate(zip_longest(mine, theirs))
-    return next((index for index, (here, there) in pairs if here != there), -1)
 
 
 def _describe_error(error: Exception) -> str:

@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zerostep.comm.transport import Transport, TransportError
-from zerostep.errors import CheckpointError
+from zerostep.comm.transport import Transport
+from zerostep.errors import CheckpointError, TransportError
 
 __all__ = ["BackgroundSaves", "PendingSave"]
 

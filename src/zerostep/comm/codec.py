@@ -18,27 +18,9 @@ from torch import Tensor
 
 from zerostep.tensors import is_dense
 
-__all__ = ["Packed", "TensorSpec", "decode", "dtype_name", "dtype_named", "encode", "pack", "specs", "unpack"]
+__all__ = ["Packed", "decode", "dtype_name", "dtype_named", "empty", "encode", "pack", "specs", "unpack"]
 
 _JSON_TYPES = (bool, int, float, str, type(None))
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape, strides and dtype of a tensor that is sent beside the text, in memory order."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self, device: torch.device) -> Tensor:
-        """A tensor of this kind, with undefined elements."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor's elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -51,7 +33,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of all the tensors' elements."""
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def pack(value: Any) -> Packed:
@@ -70,11 +52,16 @@ def pack(value: Any) -> Packed:
     return Packed(json.dumps([head, tree], separators=(",", ":")).encode(), tuple(tensors))
 
 
-def specs(text: bytes) -> tuple[TensorSpec, ...]:
-    """The tensors that belong to `text`, so that memory can be allocated for them; `ValueError` if it is malformed."""
+def specs(text: bytes) -> tuple[Tensor, ...]:
+    """The tensors that belong to `text`, on the meta device; `ValueError` if it is malformed."""
     with _malformed_as_value_error():
         head, _ = _parse(text)
         return tuple(_tensor_spec(*entry) for entry in head)
+
+
+def empty(spec: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor, with exactly its strides, which `torch.empty_like` would change."""
+    return torch.empty_strided(spec.shape, spec.stride(), dtype=spec.dtype, device=device)
 
 
 def unpack(text: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -96,12 +83,14 @@ def _malformed_as_value_error() -> Iterator[None]:
         raise ValueError(f"not a packed value: {error}") from error
 
 
-def _tensor_spec(shape: list[int], strides: list[int], name: str) -> TensorSpec:
+def _tensor_spec(shape: list[int], strides: list[int], name: str) -> Tensor:
     """A checked spec: the numbers come from another rank, and must not make elements overlap or leave gaps."""
-    spec = TensorSpec(tuple(shape), tuple(strides), dtype_named(name))
-    if min(spec.strides, default=0) < 0 or not is_dense(spec.empty(torch.device("meta"))):
-        raise ValueError(f"a tensor of shape {shape} with strides {strides} does not fill its memory")
-    return spec
+    dtype = dtype_named(name)
+    if min(strides, default=0) >= 0:
+        spec = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
+        if is_dense(spec):
+            return spec
+    raise ValueError(f"a tensor of shape {shape} with strides {strides} does not fill its memory")
 
 
 def _parse(text: bytes) -> tuple[list[Any], Any]:

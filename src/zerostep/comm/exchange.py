@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import EvenParts, NullTransport, Transfer, Transport
+from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport
 from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
@@ -55,19 +56,27 @@ class PendingReduce(Protocol):
 class PendingGather(Protocol):
     """A bucket of parameters in flight to every rank."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when all parts are in place; on an accelerator, when the current stream will see them in place."""
 
 
-class PendingInts(Protocol):
+@dataclass(frozen=True)
+class PendingInts:
     """Integers in flight to every rank."""
+
+    read: Callable[[], list[list[int]]]
 
     def wait(self) -> list[list[int]]:
         """The integers of every rank, by rank."""
+        return self.read()
 
 
 class Exchange(Protocol):
     """How buckets travel. All ranks make the same calls in the same order."""
+
+    blocks_host: bool  # whether waiting stops the host, and not only a stream
+    bytes_sent: int  # by this rank so far
+    bytes_received: int
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a bucket of gradients; its content is undefined."""
@@ -87,34 +96,29 @@ class Exchange(Protocol):
     def release_scratch(self) -> None:
         """Release memory that is kept for reuse: no bucket will be launched for a while."""
 
-    @property
-    def blocks_host(self) -> bool:
-        """Whether waiting stops the host, and not only a stream."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that this rank has received so far."""
-
 
 def connect(transport: Transport, device: torch.device) -> Exchange:
     """The exchange for memory on `device`; a collective, because the host's exchange makes a group of its own."""
     if isinstance(transport, NullTransport):
         return NullExchange()
-    if transport.stream_ordered(device):
+    if isinstance(transport, GroupTransport) and transport.stream_ordered(device):
         return StreamExchange(transport)
     return HostExchange(transport.companion())
 
 
-@dataclass(frozen=True)
-class _PendingInts:
-    read: Callable[[], list[list[int]]]
+class _Unpooled:
+    """Memory for buckets from the device's allocator, which takes it back with its last reference."""
 
-    def wait(self) -> list[list[int]]:
-        return self.read()
+    blocks_host = False
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def free(self, memory: Tensor) -> None:
+        pass
+
+    def release_scratch(self) -> None:
+        pass
 
 
 # ---------------------------------------------------------------------- a world of one
@@ -134,18 +138,10 @@ class _Local:
         pass
 
 
-class NullExchange:
+class NullExchange(_Unpooled):
     """A world of one: nothing travels."""
 
-    blocks_host = False
     bytes_sent = bytes_received = 0
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Fresh memory: the bucket itself becomes the sum."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def free(self, memory: Tensor) -> None:
-        """Nothing to keep: the memory is the sum."""
 
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """The memory is the sum."""
@@ -157,10 +153,7 @@ class NullExchange:
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """This rank's integers."""
-        return _PendingInts(lambda: [list(values)])
-
-    def release_scratch(self) -> None:
-        """No scratch memory to release."""
+        return PendingInts(lambda: [list(values)])
 
 
 # ---------------------------------------------------------------------- host memory
@@ -189,22 +182,22 @@ class HostExchange:
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """Send every rank's part to its owner, who sums in rank order."""
         host = memory.cpu()
-        mine = host[bucket.cuts[self._rank] : bucket.cuts[self._rank + 1]]
+        parts = _parts(host, bucket)
+        mine = parts[self._rank]
         sources = [source for _, source in self._pairs()] if mine.numel() else []
         buffers = {source: self._receive_scratch.allocate(mine.numel(), mine.dtype) for source in sources}
-        messages = [(host[bucket.cuts[to] : bucket.cuts[to + 1]], to, buffers.get(source), source)
-                    for to, source in self._pairs()]  # fmt: skip
+        messages = [(parts[to], to, buffers.get(source), source) for to, source in self._pairs()]
         transfers = self._start(messages, TAG_REDUCE)
         return _HostReduce(self._rank, mine, buffers, transfers, memory.device, self._receive_scratch)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """Send every owner's part to all ranks, straight into place if the memory is on the host."""
-        staged = memory.cpu() if memory.device.type != "cpu" else memory
-        parts = [staged[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
+        host = memory.cpu()
+        parts = _parts(host, bucket)
         messages = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs()]
         transfers = self._start(messages, _TAG_GATHER)
         others = [(bucket.cuts[rank], parts[rank]) for rank in range(self._world) if rank != self._rank]
-        return _HostGather(transfers, memory, [] if staged is memory else others)
+        return _HostGather(transfers, memory, [] if host is memory else others)
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """One small message to and from every rank."""
@@ -213,11 +206,10 @@ class HostExchange:
         transfers = self._start(messages, _TAG_INTS)
 
         def read() -> list[list[int]]:
-            for transfer in transfers.all():
-                transfer.wait()
+            transfers.wait()
             return [rows[rank].tolist() for rank in range(self._world)]
 
-        return _PendingInts(read)
+        return PendingInts(read)
 
     def release_scratch(self) -> None:
         """Release the pools' free memory; what is in flight stays."""
@@ -249,8 +241,9 @@ class _Transfers:
     receives: dict[int, list[Transfer]] = field(default_factory=dict)
     sends: list[Transfer] = field(default_factory=list)
 
-    def all(self) -> list[Transfer]:
-        return [transfer for transfers in self.receives.values() for transfer in transfers] + self.sends
+    def wait(self) -> None:
+        for transfer in chain(*self.receives.values(), self.sends):
+            transfer.wait()
 
 
 @dataclass(frozen=True)
@@ -294,10 +287,14 @@ class _HostGather:
     staged: Sequence[tuple[int, Tensor]]
 
     def wait(self) -> None:
-        for transfer in self.transfers.all():
-            transfer.wait()
+        self.transfers.wait()
         for start, part in self.staged:
             self.memory[start : start + part.numel()].copy_(part)
+
+
+def _parts(memory: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Every rank's part of the memory of a bucket."""
+    return [memory[start:stop] for start, stop in pairwise(bucket.cuts)]
 
 
 def _pieces(part: Tensor | None) -> Sequence[Tensor]:
@@ -310,35 +307,26 @@ def _pieces(part: Tensor | None) -> Sequence[Tensor]:
 # ---------------------------------------------------------------------- stream order
 
 
-class StreamExchange:
+class StreamExchange(_Unpooled):
     """The backend's own collectives, in stream order: the host waits only in `PendingInts.wait`."""
 
-    blocks_host = False
-
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: GroupTransport) -> None:
         self._transport, self._rank, self._world = transport, transport.rank, transport.world_size
         self.bytes_sent = self.bytes_received = 0
         self._even: dict[int, tuple[Bucket, int | None]] = {}  # by identity: thousands of cuts are slow to compare
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory from the allocator of the device, which reuses it in stream order."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def free(self, memory: Tensor) -> None:
-        """The allocator takes it back with its last reference."""
-
     def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
         """A reduce-scatter; buckets are padded so that the parts of all ranks have the same length."""
         parts = self._parts(memory, bucket)
-        output = torch.empty_like(parts[self._rank])
+        output = memory.new_empty(memory.numel() // self._world if parts is None else parts[self._rank].numel())
         self._count(memory)
-        transfer = self._transport.start_reduce_scatter(output, parts, memory)
+        transfer = self._transport.start_reduce_scatter(output, memory, parts)
         return _StreamReduce(transfer, memory, bucket.owned(self._rank).length, output.nbytes)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
         """An all-gather in place."""
         self._count(memory)
-        return self._transport.start_all_gather(self._parts(memory, bucket), memory)  # type: ignore[return-value]
+        return self._transport.start_all_gather(memory, self._parts(memory, bucket))
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """An all-reduce of a matrix with one row per rank, of which each rank fills its own."""
@@ -349,18 +337,17 @@ class StreamExchange:
         # Only from pinned memory is the copy asynchronous: from any other it would block the host.
         rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         transfer = self._transport.start_all_reduce(rows)
-        return _PendingInts(lambda: transfer.wait().tolist())
+        return PendingInts(lambda: transfer.wait().tolist())
 
-    def release_scratch(self) -> None:
-        """No scratch memory to release: the backend has its own."""
-
-    def _parts(self, memory: Tensor, bucket: Bucket) -> Sequence[Tensor]:
+    def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor] | None:
+        """Every rank's part; `None` if they are equally long and fill the memory, so that no view needs to be made."""
         if id(bucket) not in self._even:
-            self._even[id(bucket)] = bucket, even_part(bucket)
+            lengths = {stop - start for start, stop in pairwise(bucket.cuts)}
+            self._even[id(bucket)] = bucket, lengths.pop() if len(lengths) == 1 else even_part(bucket)
         even = self._even[id(bucket)][1]
         if even is not None and even * self._world == memory.numel():
-            return EvenParts(memory, even)
-        return [memory[bucket.cuts[rank] : bucket.cuts[rank + 1]] for rank in range(self._world)]
+            return None
+        return _parts(memory, bucket)
 
     def _count(self, memory: Tensor) -> None:
         moved = memory.numel() * memory.element_size() * (self._world - 1) // self._world

@@ -29,9 +29,8 @@ class Ranks:
 
     def replica_all_reduce(self, device: torch.device) -> ReplicaAllReduce:
         """The all-reduce over the replicas for memory on `device`; a collective, as it may connect a companion."""
-        if isinstance(self.replicas, NullTransport) or self.replicas.stream_ordered(device):
-            return ReplicaAllReduce(self.replicas, staged=False)
-        return ReplicaAllReduce(self.replicas.companion(), staged=True)
+        staged = not self.replicas.stream_ordered(device)
+        return ReplicaAllReduce(self.replicas.companion() if staged else self.replicas, staged)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerostep.comm import stream
 from zerostep.comm.agreement import Fact, agreed
-from zerostep.comm.codec import Packed, TensorSpec, pack, specs, unpack
+from zerostep.comm.codec import Packed, empty, pack, specs, unpack
 from zerostep.comm.transport import Transport
 
 __all__ = ["broadcast_object", "copy_object", "gather_object", "receive_object", "send_object"]
@@ -64,7 +64,7 @@ def broadcast_object(transport: Transport, value: Any, source: int, device: torc
     packed = _pack_together(transport, lambda: value if here else None, f"everyone from rank {source}")
     size, nbytes = transport.all_gather_ints([len(packed.text), packed.nbytes])[source]
     text = stream.broadcast_bytes(transport, packed.text if here else bytes(_checked_size(size, source)), source)
-    tensors = packed.tensors if here else [spec.empty(device) for spec in _checked_specs(text, nbytes, source)]
+    tensors = packed.tensors if here else [empty(spec, device) for spec in _checked_specs(text, nbytes, source)]
     stream.broadcast(transport, tensors, source)
     return value if here else unpack(text, tensors)
 
@@ -79,12 +79,12 @@ def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -
 
 def _receive(transport: Transport, source: int, size: int, nbytes: int) -> Any:
     text = stream.receive_bytes(transport, _checked_size(size, source), source)
-    tensors = [spec.empty(_HOST) for spec in _checked_specs(text, nbytes, source)]
+    tensors = [empty(spec, _HOST) for spec in _checked_specs(text, nbytes, source)]
     stream.receive(transport, tensors, source)
     return unpack(text, tensors)
 
 
-def _checked_specs(text: bytes, nbytes: int, source: int) -> tuple[TensorSpec, ...]:
+def _checked_specs(text: bytes, nbytes: int, source: int) -> tuple[Tensor, ...]:
     """The tensors to receive; `ValueError` before anything is allocated if they do not have the announced size."""
     tensor_specs = specs(text)
     total = sum(spec.nbytes for spec in tensor_specs)

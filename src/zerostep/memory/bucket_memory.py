@@ -168,16 +168,15 @@ class FlatBucket:
         view.copy_(param.detach())
         param.data = view
 
-    def rebound_params(self) -> list[Tensor]:
-        """The parameters whose `.data` was bound to other memory."""
+    def rebound(self) -> list[int]:
+        """The positions in the bucket of parameters whose `.data` was bound to other memory."""
         pairs = zip(self._params, self._pointers, strict=True)
-        return [param for param, pointer in pairs if param.data_ptr() != pointer]
+        return [position for position, (param, pointer) in enumerate(pairs) if param.data_ptr() != pointer]
 
     def attach(self) -> None:
         """Copy parameters whose `.data` was bound to other memory back into the flat tensor, as views of it."""
-        for slot, param, pointer in zip(self.bucket.slots, self._params, self._pointers, strict=True):
-            if param.data_ptr() != pointer:
-                self._bind(slot, param)
+        for position in self.rebound():
+            self._bind(self.bucket.slots[position], self._params[position])
 
     def holds(self, params: Sequence[Tensor]) -> bool:
         """Whether `params` has this bucket's own parameters at the indices of its slots, still on its device."""

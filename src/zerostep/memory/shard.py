@@ -16,8 +16,8 @@ from zerostep.plan.layout import Layout
 __all__ = ["Shard"]
 
 
-class Shard:
-    """A bucket whose parameters have become views of one flat tensor, and what this rank owns of it.
+class Shard(FlatBucket):
+    """A bucket whose parameters have become views of one flat tensor, padded to equal parts if it is cut evenly.
 
     With `master_dtype`, `master` is a copy of the owned part in that dtype, and the leaves are views of it; otherwise
     they are views of the owned part itself.
@@ -27,9 +27,8 @@ class Shard:
         self, layout: Layout, rank: int, bucket: int, params: Sequence[Tensor], master_dtype: torch.dtype | None
     ) -> None:
         plan = layout.buckets[bucket]
-        self._flat_bucket = FlatBucket(plan, params, padded_size(plan))
+        super().__init__(plan, params, padded_size(plan))
         self._owned = plan.owned(rank)
-        self._params = [params[slot.param] for slot in plan.slots]
         self._names = [layout.params[slot.param].name for slot in plan.slots]
         self._signatures = [_signature(param) for param in self._params]
         owned = self.owned
@@ -38,11 +37,6 @@ class Shard:
         updated = owned if self.master is None else self.master
         self.leaves: list[Leaf] = cut_leaves(layout, rank, bucket, updated, params)
         self._versions = self._count_versions()
-
-    @property
-    def memory(self) -> Tensor:
-        """The flat tensor of all parameters, padded to equal parts if the bucket is cut evenly."""
-        return self._flat_bucket.memory
 
     @property
     def owned(self) -> Tensor:
@@ -54,25 +48,24 @@ class Shard:
 
         Parameters whose `.data` was bound to other memory are bound back, and values that were set go to the masters.
         """
-        rebound = self._flat_bucket.rebound_params()
+        rebound = self.rebound()
         # Check all before binding any, so that an error leaves the parameters as the user set them.
-        for param in rebound:
-            self._check_unchanged(param)
+        for position in rebound:
+            self._check_unchanged(position)
         if rebound:
-            self._flat_bucket.attach()
+            self.attach()
         if self.master is not None and (rebound or self._versions != self._count_versions()):
             # Only the elements that were set: elsewhere the master has bits that the parameter has not.
             changed = self.master.to(self.owned.dtype) != self.owned
             self.master[changed] = self.owned[changed].to(self.master.dtype)
             self._versions = self._count_versions()
 
-    def _check_unchanged(self, rebound: Tensor) -> None:
-        position = next(position for position, param in enumerate(self._params) if param is rebound)
-        name, (shape, dtype, device) = self._names[position], self._signatures[position]
-        if _signature(rebound) != (shape, dtype, device):
+    def _check_unchanged(self, position: int) -> None:
+        param, name, (shape, dtype, device) = self._params[position], self._names[position], self._signatures[position]
+        if _signature(param) != (shape, dtype, device):
             raise ValueError(
-                f"parameter {name!r} was {dtype} of shape {tuple(shape)} on {device}, and is now {rebound.dtype} of "
-                f"shape {tuple(rebound.shape)} on {rebound.device}: build the optimizer after the model has its final "
+                f"parameter {name!r} was {dtype} of shape {tuple(shape)} on {device}, and is now {param.dtype} of "
+                f"shape {tuple(param.shape)} on {param.device}: build the optimizer after the model has its final "
                 "shapes, dtype and device"
             )
 
@@ -94,10 +87,6 @@ class Shard:
         parts, position = split(leaf), self.leaves.index(leaf)
         self.leaves[position : position + 1] = parts
         return parts
-
-    def release(self) -> None:
-        """Copy the parameters into memory of their own."""
-        self._flat_bucket.release()
 
     def _count_versions(self) -> list[int]:
         return [param._version for param in self._params]

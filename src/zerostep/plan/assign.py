@@ -1,6 +1,6 @@
 """The steps that all planners share: greedy owners of whole parameters, levelling by elements, buckets from an order.
 
-`partition` and `buckets` plan from specs, `divide` from an existing layout; they differ in order, weights and cuts.
+`partition` and `buckets` plan with them; they differ in order, weights and cuts.
 """
 
 from __future__ import annotations

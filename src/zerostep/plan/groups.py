@@ -111,7 +111,7 @@ def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
 
     A parameter that is listed twice is trainable at its first position only, so that it is sent once.
     """
-    devices, seen = _DeviceNames(), Counter[int]()
+    devices, seen = dict[torch.device, str](), Counter[int]()
     specs: list[ParamSpec] = []
     for group_index, group in enumerate(groups):
         names = group.get("param_names", ())
@@ -122,7 +122,7 @@ def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
                     name=names[position] if names else f"param.{len(specs)}",
                     shape=tuple(param.shape),
                     dtype=str(param.dtype).removeprefix("torch."),
-                    device=devices.name(param.device),
+                    device=_device_name(param.device, devices),
                     group=group_index,
                     trainable=param.requires_grad and seen[id(param)] == 1,
                 )
@@ -130,17 +130,10 @@ def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
     return tuple(specs)
 
 
-class _DeviceNames:
-    """Logical names of devices: the device type and a number in the order of first use, as in `ParamSpec.device`."""
-
-    def __init__(self) -> None:
-        self._names: dict[torch.device, str] = {}
-
-    def name(self, device: torch.device) -> str:
-        if device not in self._names:
-            used = sum(known.type == device.type for known in self._names)
-            self._names[device] = f"{device.type}:{used}"
-        return self._names[device]
+def _device_name(device: torch.device, names: dict[torch.device, str]) -> str:
+    """The device type and a number in the order of first use, as in `ParamSpec.device`; kept in `names`."""
+    used = sum(known.type == device.type for known in names)
+    return names.setdefault(device, f"{device.type}:{used}")
 
 
 def class_of(group: Group, default: OptimizerClass) -> OptimizerClass:

@@ -146,16 +146,14 @@ class Bucket:
         first = bisect_right(self.slots, owned.start, key=lambda slot: slot.span.stop)
         last = bisect_left(self.slots, owned.stop, key=lambda slot: slot.span.start)
         filled = [slot for slot in self.slots[first:last] if slot.span.length]
-        return tuple(sorted([*filled, *self._empty_slots_of(rank)], key=lambda slot: (slot.span.stop, slot.span.start)))
+        empty = [slot for slot in self.slots if not slot.span.length and slot.keeper == rank]
+        return tuple(sorted([*filled, *empty], key=lambda slot: (slot.span.stop, slot.span.start)))
 
     def ranks_of(self, slot: Slot) -> range:
         """The ranks that own a part of a slot."""
         if not slot.span.length:
             return range(slot.keeper, slot.keeper + 1)
         return range(bisect_right(self.cuts, slot.span.start) - 1, bisect_left(self.cuts, slot.span.stop))
-
-    def _empty_slots_of(self, rank: int) -> list[Slot]:
-        return [slot for slot in self.slots if not slot.span.length and slot.keeper == rank]
 
 
 @dataclass(frozen=True)
@@ -238,26 +236,20 @@ class Layout:
 
     def to_json(self) -> str:
         """The layout as text; equal layouts give equal text."""
-        return json.dumps(
+        params = [[p.name, p.shape, p.dtype, p.device, p.group, p.splittable, p.trainable] for p in self.params]
+        buckets = [
             {
-                "world_size": self.world_size,
-                "params": [
-                    [p.name, p.shape, p.dtype, p.device, p.group, p.splittable, p.trainable] for p in self.params
-                ],
-                "buckets": [
-                    {
-                        "dtype": bucket.dtype,
-                        "device": bucket.device,
-                        "trainable": bucket.trainable,
-                        "params": [slot.param for slot in bucket.slots],
-                        "keepers": [slot.keeper for slot in bucket.slots if not slot.span.length],
-                        "cuts": bucket.cuts,
-                    }
-                    for bucket in self.buckets
-                ],
-            },
-            separators=(",", ":"),
-        )
+                "dtype": bucket.dtype,
+                "device": bucket.device,
+                "trainable": bucket.trainable,
+                "params": [slot.param for slot in bucket.slots],
+                "keepers": [slot.keeper for slot in bucket.slots if not slot.span.length],
+                "cuts": bucket.cuts,
+            }
+            for bucket in self.buckets
+        ]
+        entries = {"world_size": self.world_size, "params": params, "buckets": buckets}
+        return json.dumps(entries, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -42,9 +42,10 @@ class Settings:
 
     def check(self) -> None:
         """Raise `ValueError` for a value that is not allowed."""
-        _one_of("partition", self.partition, ("auto", "elements", "parameters"))
-        _one_of("reduction", self.reduction, ("scatter", "all"))
-        _one_of("gather", self.gather, ("step", "forward"))
+        for name, hint in get_type_hints(Settings).items():
+            known, value = get_args(hint), getattr(self, name)
+            if get_origin(hint) is Literal and value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
         for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")
@@ -56,11 +57,6 @@ class Settings:
 def model_positions(params: Iterable[Tensor]) -> dict[Tensor, int]:
     """The position of each parameter in the order of the model."""
     return {param: position for position, param in enumerate(params)}
-
-
-def _one_of(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ class Ownership:
         self.layout: Layout = plan(param_specs(groups), world_size, in_order)
         self._trainable = [param.requires_grad for param in self.params]
         self._shapes = [param.shape for param in self.params]
-        self._dtypes = [param.dtype for param in self.params]
-        self._devices = [param.device for param in self.params]
+        self._kinds = [(param.dtype, param.device) for param in self.params]
 
     @cached_property
     def index_of(self) -> dict[Tensor, int]:
@@ -63,8 +62,7 @@ class Ownership:
 
     def moved(self) -> bool:
         """Whether some parameter has changed its dtype or device."""
-        now = zip(self.params, self._dtypes, self._devices, strict=True)
-        return any(param.dtype is not dtype or param.device != device for param, dtype, device in now)
+        return any((param.dtype, param.device) != was for param, was in zip(self.params, self._kinds, strict=True))
 
     def check_shapes(self) -> None:
         """Raise `ValueError` if a parameter has another shape than at first.

@@ -10,20 +10,17 @@ element; Muon matrices beside AdamW embeddings are a mixture.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from zerostep.plan.assign import assign, atomic_bucket, largest_first, loads_of, pour, splittable_bucket
-from zerostep.plan.layout import Layout, ParamSpec
+from zerostep.plan.layout import Bucket, Layout, ParamSpec
 
-__all__ = ["plan", "restrict"]
+__all__ = ["divide", "plan", "restrict"]
 
 
 def plan(specs: Sequence[ParamSpec], world_size: int, in_order: bool = False) -> Layout:
-    """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable.
-
-    `in_order` divides every range of neighbours evenly, as far as whole parameters allow, and not only the whole.
-    """
+    """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable."""
     sizes = [spec.numel for spec in specs]
     owners = assign(_mostly_in_order(specs, world_size) if in_order else largest_first(specs), sizes, world_size)
     buckets = [atomic_bucket(specs, members, owners, world_size) for members in _alike(specs, owners)]
@@ -42,6 +39,16 @@ def restrict(layout: Layout, members: Sequence[int]) -> Layout:
     owners = {position: layout.owner_of(index) for position, index in enumerate(members)}
     buckets = [atomic_bucket(specs, alike, owners, layout.world_size) for alike in _alike(specs, owners)]
     return Layout(layout.world_size, tuple(specs), tuple(buckets))
+
+
+def divide(layout: Layout, world_size: int) -> Layout:
+    """The same parameters in the same buckets, for another number of ranks.
+
+    Splittable parameters are divided evenly in each bucket; atomic ones have one owner each, chosen over all buckets.
+    """
+    owners = assign(largest_first(layout.params), [spec.numel for spec in layout.params], world_size)
+    buckets = [part for bucket in layout.buckets for part in _divided(bucket, layout, owners, world_size)]
+    return Layout(world_size, layout.params, tuple(buckets))
 
 
 def _mostly_in_order(specs: Sequence[ParamSpec], world_size: int) -> list[int]:
@@ -68,3 +75,18 @@ def _alike(specs: Sequence[ParamSpec], members: Iterable[int]) -> list[list[int]
         spec = specs[index]
         alike[spec.device, spec.dtype, spec.trainable].append(index)
     return sorted(alike.values(), key=min)
+
+
+def _divided(bucket: Bucket, layout: Layout, owners: Mapping[int, int], world_size: int) -> list[Bucket]:
+    """One bucket as up to two: atomic parameters are sorted by owner, so they need a bucket of their own."""
+    members = [slot.param for slot in bucket.slots]
+    atomic = [index for index in members if index in owners]
+    splittable = [index for index in members if index not in owners]
+    buckets = []
+    if atomic:
+        buckets.append(atomic_bucket(layout.params, atomic, owners, world_size))
+    if splittable:
+        size = sum(layout.params[index].numel for index in splittable)
+        even_cuts = (size * rank // world_size for rank in range(world_size + 1))
+        buckets.append(splittable_bucket(layout.params, splittable, even_cuts))
+    return buckets

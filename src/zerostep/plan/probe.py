@@ -19,39 +19,32 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from zerostep.plan.groups import OptimizerClass
 from zerostep.plan.trial import COUPLES_PARAMETERS, PARAMETER_TRIALS, element_coupling, parameter_coupling
 
 __all__ = ["PARAM_SHAPED", "is_elementwise", "is_separable"]
 
 logger = logging.getLogger("zerostep")
 
-Factory = Callable[..., Optimizer]
 
-_ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.ASGD,
-)
-_ATOMIC: tuple[type[Optimizer], ...] = tuple(
-    getattr(optim, name) for name in ("Muon", "Adafactor", "LBFGS", "SparseAdam") if hasattr(optim, name)
-)
+def _known(*names: str) -> tuple[OptimizerClass, ...]:
+    """Those classes of `torch.optim` that this version of torch has."""
+    return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
 
-PARAM_SHAPED: tuple[type[Optimizer], ...] = (*_ELEMENTWISE, *(known for known in _ATOMIC if known.__name__ == "Muon"))
+
+_ELEMENTWISE = _known(
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
+)
+_ATOMIC = _known("Muon", "Adafactor", "LBFGS", "SparseAdam")
+
+PARAM_SHAPED = _ELEMENTWISE + _known("Muon")
 """Known classes whose state holds scalars and tensors of the parameter's shape, and nothing else."""
 
 _results: dict[tuple[object, ...], bool] = {}
 
 
 def is_elementwise(
-    optimizer_class: Factory, options: Mapping[str, Any], group: Mapping[str, Any] | None = None
+    optimizer_class: OptimizerClass, options: Mapping[str, Any], group: Mapping[str, Any] | None = None
 ) -> bool:
     """Whether every element is updated by itself, so that parameters may be cut anywhere.
 
@@ -64,7 +57,9 @@ def is_elementwise(
     return _probe_once(_probe_elements, candidate)
 
 
-def is_separable(optimizer_class: Factory, options: Mapping[str, Any], group: Mapping[str, Any] | None = None) -> bool:
+def is_separable(
+    optimizer_class: OptimizerClass, options: Mapping[str, Any], group: Mapping[str, Any] | None = None
+) -> bool:
     """Whether every parameter is updated by itself, so that ranks may own whole parameters.
 
     False only if a trial shows that parameters depend on each other: an optimizer that cannot be tried, or that draws
@@ -80,7 +75,7 @@ def is_separable(optimizer_class: Factory, options: Mapping[str, Any], group: Ma
 class _Candidate:
     """How to build an optimizer of one group."""
 
-    build: Factory
+    build: OptimizerClass
     options: Mapping[str, Any]
     group: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,24 +97,23 @@ class _Candidate:
         return None
 
 
-def _unwrap(build: Factory, options: Mapping[str, Any], group: Mapping[str, Any]) -> _Candidate:
+def _unwrap(build: OptimizerClass, options: Mapping[str, Any], group: Mapping[str, Any]) -> _Candidate:
     while isinstance(build, partial) and not build.args:
         options = {**build.keywords, **options}
         build = build.func
     return _Candidate(build, options, group)
 
 
-def _is_among(build: Factory, known: Sequence[Factory]) -> bool:
+def _is_among(build: OptimizerClass, known: Sequence[OptimizerClass]) -> bool:
     """By identity: a subclass may have changed the step."""
     return any(build is one for one in known)
 
 
 def _copies(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in options.items()}
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else deepcopy(value)
+        for name, value in options.items()
+    }
 
 
 def _is_plain(value: Any) -> bool:

@@ -21,22 +21,20 @@ import torch.distributed as dist
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
-from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, EvenParts, Message, Transport
-from zerostep.comm.transport.transfer import Transfer
-from zerostep.errors import TransportError
+from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
+from zerostep.comm.transport.transfer import Transfer, finish_in_order
 
 __all__ = [
     "TAG_DATA",
     "BucketMemory",
     "CompanionTransport",
-    "EvenParts",
     "GroupTransport",
     "Message",
     "NullTransport",
     "Transfer",
     "Transport",
-    "TransportError",
     "connect",
+    "finish_in_order",
 ]
 
 

@@ -1,20 +1,20 @@
 """What the group transport and the companion transport share: the gather of buckets, and messages between two ranks.
 
-A subclass adds the three transfers that the gather is made of: a send, a receive and a broadcast.
+A subclass adds the three transfers that these are made of: a send, a receive and a broadcast.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message
-from zerostep.comm.transport.transfer import FirstError, Transfer
+from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
+from zerostep.comm.transport.transfer import FirstError, Transfer, finish_in_order
 from zerostep.errors import TransportError
 
 __all__ = ["BaseTransport", "as_bytes", "as_real"]
@@ -26,28 +26,11 @@ _MESSAGES_IN_FLIGHT = 8
 _BROADCASTS_IN_FLIGHT = 2
 
 
-class BaseTransport(ABC):
+class BaseTransport(Transport, ABC):
     """A transport that gathers host memory by messages and accelerator memory by broadcasts."""
-
-    rank: int
-    world_size: int
-
-    @abstractmethod
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer: ...
-
-    @abstractmethod
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer: ...
 
     @abstractmethod
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer: ...
-
-    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
-        """Start sending `memory` to one rank."""
-        return self._start_send(memory, to, tag)
-
-    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
-        """Start receiving into `memory` from one rank."""
-        return self._start_receive(memory, source, tag)
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` with that of rank `source`."""
@@ -66,9 +49,9 @@ class BaseTransport(ABC):
         for bucket_memory in bucket_memories:
             bucket_memory.attach()
             if bucket_memory.device.type == "cpu":
-                self._exchange_messages(bucket_memory, errors)
+                finish_in_order(self._exchange_messages(bucket_memory, errors), _MESSAGES_IN_FLIGHT)
             else:
-                self._broadcast_messages(bucket_memory)
+                finish_in_order(self._broadcast_messages(bucket_memory), _BROADCASTS_IN_FLIGHT)
         errors.raise_if_any()
         return statuses
 
@@ -76,9 +59,8 @@ class BaseTransport(ABC):
         """True if some bucket is in host memory: then every rank waits for every other anyway."""
         return any(bucket_memory.device.type == "cpu" for bucket_memory in bucket_memories)
 
-    def _exchange_messages(self, bucket_memory: BucketMemory, errors: FirstError) -> None:
+    def _exchange_messages(self, bucket_memory: BucketMemory, errors: FirstError) -> Iterator[Callable[[], None]]:
         outgoing = [message.pack() for message in bucket_memory.messages(self.rank)]
-        in_flight = deque[tuple[Message | None, Transfer | None, Transfer | None]]()
         for shift in range(1, self.world_size):
             to, source = (self.rank + shift) % self.world_size, (self.rank - shift) % self.world_size
             for message, memory in zip_longest(bucket_memory.messages(source), outgoing):
@@ -89,24 +71,15 @@ class BaseTransport(ABC):
                     receive = self.start_receive(message.buffer(), source) if message is not None else None
                 with errors:
                     send = self.start_send(memory, to) if memory is not None else None
-                in_flight.append((message, receive, send))
-                if len(in_flight) == _MESSAGES_IN_FLIGHT:
-                    _finish_messages(*in_flight.popleft(), errors)
-        while in_flight:
-            _finish_messages(*in_flight.popleft(), errors)
+                yield partial(_finish_messages, message, receive, send, errors)
 
-    def _broadcast_messages(self, bucket_memory: BucketMemory) -> None:
-        in_flight = deque[tuple[Message | None, Transfer]]()
+    def _broadcast_messages(self, bucket_memory: BucketMemory) -> Iterator[Callable[[], None]]:
         # All ranks take the owners in the same order: broadcasts of one group are matched by their order alone.
         for owner in range(self.world_size):
             mine = owner == self.rank
             for message in bucket_memory.messages(owner):
                 transfer = self._start_broadcast(message.pack() if mine else message.buffer(), owner)
-                in_flight.append((None if mine else message, transfer))
-                if len(in_flight) == _BROADCASTS_IN_FLIGHT:
-                    _finish_broadcast(*in_flight.popleft())
-        while in_flight:
-            _finish_broadcast(*in_flight.popleft())
+                yield partial(_finish_broadcast, None if mine else message, transfer)
 
     def _exchange_status(self, status: int, fingerprint: int, errors: FirstError) -> list[int]:
         """Exchange status and fingerprint with every rank, in one small message each: cheaper than a collective."""
@@ -116,10 +89,10 @@ class BaseTransport(ABC):
         transfers = list[Transfer]()
         for rank in others:
             with errors:
-                transfers.append(self._start_receive(rows[rank], rank, _TAG_STATUS))
+                transfers.append(self.start_receive(rows[rank], rank, _TAG_STATUS))
         for rank in others:
             with errors:
-                transfers.append(self._start_send(rows[self.rank], rank, _TAG_STATUS))
+                transfers.append(self.start_send(rows[self.rank], rank, _TAG_STATUS))
         for transfer in transfers:
             with errors:
                 transfer.wait()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
-from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
+from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import Transfer, start, wait_all
 from zerostep.errors import TransportError
 
@@ -71,14 +71,6 @@ class CompanionTransport(BaseTransport):
         start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Not available: nothing here runs in stream order."""
-        raise NotImplementedError
-
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Not available: nothing here runs in stream order."""
-        raise NotImplementedError
-
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""
         description = f"the all-reduce of {self.world_size} ranks"
@@ -93,11 +85,13 @@ class CompanionTransport(BaseTransport):
         wait_all(self._unfinished)
         self._gloo = None
 
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
+        """Start sending host memory to one rank."""
         data, description = as_bytes(memory), f"sending to rank {to}"
         return start(lambda: self._gloo.send([data], to, tag), memory, description, self._unfinished)
 
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
+        """Start receiving into host memory from one rank."""
         data, description = as_bytes(memory), f"receiving from rank {source}"
         return start(lambda: self._gloo.recv([data], source, tag), memory, description, self._unfinished)
 

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.companion import CompanionTransport
-from zerostep.comm.transport.protocol import EvenParts, Transport
+from zerostep.comm.transport.protocol import TAG_DATA, Transport
 from zerostep.comm.transport.transfer import Transfer, start
 
 __all__ = ["GroupTransport"]
@@ -48,54 +48,52 @@ class GroupTransport(BaseTransport):
         """Every rank's integers, by rank."""
         row = torch.tensor(values, dtype=torch.int64, device=self.wire_device)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        description = f"the all-gather of {self.world_size} ranks"
-        start(lambda: dist.all_gather(rows, row, group=self._group, async_op=True), row, description).wait()
+        call = partial(dist.all_gather, rows, row, async_op=True)
+        self._start(call, row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Sum every rank's `parts`, each into its rank's `output`: in one native call if they are equally long.
+    def start_reduce_scatter(self, output: Tensor, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
+        """Start summing every rank's `parts` of `memory`, each to its rank's `output`; in stream order.
 
-        Otherwise the list form, which takes any lengths.
+        `None` means equal parts, in one native call; the list form takes any lengths.
         """
-        description = f"the reduce-scatter of {self.world_size} ranks"
-        if _fills(parts, memory):
+        if parts is None:
             call: Callable[..., Any] = partial(_reduce_scatter, as_real(output), as_real(memory))
         else:
             call = partial(dist.reduce_scatter, as_real(output), list(map(as_real, parts)))
         # The transfer keeps `output` alive. The caller keeps `memory`, which the backend reads until the wait.
-        return start(lambda: call(group=self._group, async_op=True), output, description)
+        return self._start(partial(call, async_op=True), output, f"the reduce-scatter of {self.world_size} ranks")
 
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Send every rank's own part to all ranks: in one native call if they are equally long, else the list form."""
-        description, mine = f"the all-gather of {self.world_size} ranks", parts[self.rank]
-        if _fills(parts, memory):
+    def start_all_gather(self, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
+        """Start sending every rank's own part of `memory` to all ranks, in stream order; `parts` as above."""
+        if parts is None:
+            mine = memory.view(self.world_size, -1)[self.rank]
             call: Callable[..., Any] = partial(_all_gather, as_real(memory), as_real(mine))
         else:
-            call = partial(dist.all_gather, list(map(as_real, parts)), as_real(mine))
-        return start(lambda: call(group=self._group, async_op=True), memory, description)
+            call = partial(dist.all_gather, list(map(as_real, parts)), as_real(parts[self.rank]))
+        return self._start(partial(call, async_op=True), memory, f"the all-gather of {self.world_size} ranks")
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory` over all ranks, in place."""
-        description = f"the all-reduce of {self.world_size} ranks"
-        return start(lambda: dist.all_reduce(as_real(memory), group=self._group, async_op=True), memory, description)
+        call = partial(dist.all_reduce, as_real(memory), async_op=True)
+        return self._start(call, memory, f"the all-reduce of {self.world_size} ranks")
 
-    def _start_send(self, memory: Tensor, to: int, tag: int) -> Transfer:
-        description = f"sending to rank {to} of {self.world_size}"
-        return start(
-            lambda: dist.isend(as_bytes(memory), group=self._group, group_dst=to, tag=tag), memory, description
-        )
+    def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
+        """Start sending `memory` to one rank."""
+        call = partial(dist.isend, as_bytes(memory), group_dst=to, tag=tag)
+        return self._start(call, memory, f"sending to rank {to} of {self.world_size}")
 
-    def _start_receive(self, memory: Tensor, source: int, tag: int) -> Transfer:
-        description = f"receiving from rank {source} of {self.world_size}"
-        return start(
-            lambda: dist.irecv(as_bytes(memory), group=self._group, group_src=source, tag=tag), memory, description
-        )
+    def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
+        """Start receiving into `memory` from one rank."""
+        call = partial(dist.irecv, as_bytes(memory), group_src=source, tag=tag)
+        return self._start(call, memory, f"receiving from rank {source} of {self.world_size}")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
-        description, data = f"the broadcast of rank {source} of {self.world_size}", as_bytes(memory)
-        return start(
-            lambda: dist.broadcast(data, group=self._group, group_src=source, async_op=True), memory, description
-        )
+        call = partial(dist.broadcast, as_bytes(memory), group_src=source, async_op=True)
+        return self._start(call, memory, f"the broadcast of rank {source} of {self.world_size}")
+
+    def _start(self, call: Callable[..., Any], memory: Tensor, description: str) -> Transfer:
+        return start(partial(call, group=self._group), memory, description)
 
     def companion(self) -> Transport:
         """A transport over a new Gloo group of the same ranks, for host memory; a collective."""
@@ -125,10 +123,3 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 # Names in torch 2.13 and later, or before.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _fills(parts: Sequence[Tensor], memory: Tensor) -> bool:
-    """Whether the parts are equally long and fill the memory."""
-    if isinstance(parts, EvenParts):
-        return True
-    return len({part.numel() for part in parts}) == 1 and len(parts) * parts[0].numel() == memory.numel()

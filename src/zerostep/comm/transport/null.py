@@ -48,15 +48,6 @@ class NullTransport:
         """Raise: there is no other rank."""
         raise TransportError(f"cannot receive from rank {source}: this is a world of one")
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Copy the only part to `output`."""
-        output.copy_(parts[0])
-        return Transfer(CompletedWork(), output, "")
-
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Nothing to do: the only rank has every part."""
-        return Transfer(CompletedWork(), memory, "")
-
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Nothing to do: the sum over one rank is `memory`."""
         return Transfer(CompletedWork(), memory, "")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zerostep.comm.transport.transfer import Transfer
 
-__all__ = ["TAG_DATA", "BucketMemory", "EvenParts", "Message", "Transport"]
+__all__ = ["TAG_DATA", "BucketMemory", "Message", "Transport"]
 
 TAG_DATA = 0x7A65
 
@@ -48,13 +48,8 @@ class Transport(Protocol):
     All ranks make the same calls in the same order, and each rank from one thread at a time.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank in the group."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
+    rank: int
+    world_size: int
 
     @property
     def wire_device(self) -> torch.device:
@@ -86,27 +81,8 @@ class Transport(Protocol):
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""
 
-    def start_reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Start summing every rank's `parts`, views of `memory`, each to its rank's `output`; in stream order."""
-
-    def start_all_gather(self, parts: Sequence[Tensor], memory: Tensor) -> Transfer:
-        """Start sending every rank's own one of `parts`, views of `memory`, to all ranks; in stream order."""
-
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory` over all ranks, in place."""
 
     def companion(self) -> Transport:
         """A second transport over the same ranks, whose calls need no order with those of this one; a collective."""
-
-
-class EvenParts(Sequence[Tensor]):
-    """Memory as equally long parts. Each view is made when it is read: there may be thousands."""
-
-    def __init__(self, memory: Tensor, length: int) -> None:
-        self._memory, self._length = memory, length
-
-    def __len__(self) -> int:
-        return self._memory.numel() // self._length
-
-    def __getitem__(self, rank: Any) -> Any:
-        return self._memory[range(len(self))[rank] * self._length :][: self._length]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zerostep.errors import TransportError
 
-__all__ = ["CompletedWork", "FirstError", "Transfer", "start", "wait_all"]
+__all__ = ["CompletedWork", "FirstError", "Transfer", "finish_in_order", "start", "wait_all"]
 
 # How long a transport that is dropped waits for its messages under way.
 _CLOSING_SECONDS = 10
@@ -68,6 +69,17 @@ def _unrecorded(memory: Tensor) -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def finish_in_order(transfers: Iterable[Callable[[], None]], limit: int) -> None:
+    """Call what `transfers` yields, each after it has started a transfer, with at most `limit` of them under way."""
+    in_flight = deque[Callable[[], None]]()
+    for finish in transfers:
+        in_flight.append(finish)
+        if len(in_flight) == limit:
+            in_flight.popleft()()
+    while in_flight:
+        in_flight.popleft()()
 
 
 def wait_all(transfers: set[Transfer]) -> None:
