@@ -1,7 +1,5 @@
 """The exceptions of this package."""
 
-__all__ = ["MALFORMED", "CheckpointError", "InterruptedPassError", "TransportError", "VerificationError"]
-
 # What parsing malformed text can raise: code that decodes foreign text converts these into one error of its own.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 

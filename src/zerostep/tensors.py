@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Scratch", "flat_alias", "is_dense"]
-
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of memory without gaps or overlaps, in any order of dimensions."""

@@ -24,8 +24,6 @@ from zerostep.checkpoint.manifest import MOST_BYTES, NAME, Manifest
 from zerostep.checkpoint.tensor_file import sync_directory, write_bytes
 from zerostep.errors import CheckpointError
 
-__all__ = ["complete_in", "draft_of", "locked_draft", "prune", "publish", "read_manifest"]
-
 logger = logging.getLogger("zerostep")
 
 _UNLOCKED, _DRAFT, _REMOVED = ".new-", ".draft-", ".old-"

@@ -18,8 +18,6 @@ from zerostep.checkpoint.tensor_file import has_name, header_of, memory_of
 from zerostep.errors import CheckpointError
 from zerostep.state.param_state import MASTER
 
-__all__ = ["consolidate", "open_verified"]
-
 Tree = dict[Any, Any]
 
 _SUFFIXES = {"optimizer": (".pt",), "model": (".pt", ".safetensors")}

@@ -25,8 +25,6 @@ from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.consolidate import pack_groups
 
-__all__ = ["Checkpoint", "bare_names", "latest", "load"]
-
 _REMEDY = "let all ranks load the same checkpoint, from a file system that all of them share"
 _WRAPPERS = ("module.", "_orig_mod.")
 

@@ -22,8 +22,6 @@ from zerostep.errors import MALFORMED, CheckpointError
 from zerostep.plan.layout import Layout
 from zerostep.version import __version__
 
-__all__ = ["MOST_BYTES", "NAME", "FileRecord", "GroupRecord", "Manifest", "decode_value", "encode_value", "file_name"]
-
 NAME = "manifest.json"
 FORMAT, VERSION = "zerostep", 1
 MOST_BYTES = 256 << 20

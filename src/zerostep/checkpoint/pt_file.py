@@ -22,8 +22,6 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import memory_of
 
-__all__ = ["write_pt"]
-
 _ROOT, _VERSION, _PROTOCOL = "archive", b"3\n", 2
 _ALIGNMENT = 64  # so that torch.load(..., mmap=True) gives aligned tensors
 _PADDING = b"FB"  # the id of the extra field in which torch puts the padding

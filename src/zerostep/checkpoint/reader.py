@@ -23,8 +23,6 @@ from zerostep.errors import MALFORMED, CheckpointError
 from zerostep.plan.layout import ParamSpec, Span
 from zerostep.state.param_state import MASTER, order_of, shaped
 
-__all__ = ["Reader", "StoredState", "Take", "in_order", "verify"]
-
 # Returns a tensor of a file by its name, or something in its place.
 Take = Callable[[TensorFile, str], Any]
 

@@ -31,8 +31,6 @@ from zerostep.plan.layout import Layout, Span
 from zerostep.plan.partition import divide
 from zerostep.version import __version__
 
-__all__ = ["reshard"]
-
 Entries = tuple[tuple[Any, ...], ...]
 
 

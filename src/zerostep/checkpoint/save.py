@@ -46,8 +46,6 @@ from zerostep.state.consolidate import pack_groups
 from zerostep.state.param_state import order_of
 from zerostep.tensors import is_dense
 
-__all__ = ["save"]
-
 _REMEDY = "save the same optimizer and model, under the same name, on every rank"
 _FEWEST_KEPT = 2
 _SEEN_SECONDS = 10  # how long a shared file system may take to show a new directory on all hosts

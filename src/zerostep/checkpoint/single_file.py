@@ -14,8 +14,6 @@ from zerostep.checkpoint.directory import draft_of
 from zerostep.checkpoint.tensor_file import sync_directory
 from zerostep.errors import CheckpointError
 
-__all__ = ["check_free", "new_draft", "new_file"]
-
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:

@@ -16,8 +16,6 @@ from zerostep.plan.layout import Span
 from zerostep.state.param_state import order_of
 from zerostep.tensors import flat_alias, is_dense
 
-__all__ = ["StoredTensor"]
-
 _CHUNK = 4 << 20  # bytes
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

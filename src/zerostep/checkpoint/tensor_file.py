@@ -25,19 +25,6 @@ from zerostep.checkpoint.manifest import FileRecord
 from zerostep.comm.codec import dtype_name, dtype_named
 from zerostep.errors import MALFORMED, CheckpointError
 
-__all__ = [
-    "SAFETENSORS_DTYPES",
-    "TensorFile",
-    "digest_of",
-    "has_name",
-    "header_of",
-    "memory_of",
-    "sync_directory",
-    "write_bytes",
-    "write_streamed",
-    "write_tensors",
-]
-
 Advance = Callable[[int], None]
 
 METADATA = "zerostep"
@@ -60,7 +47,7 @@ SAFETENSORS_DTYPES = {
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
-class Described(Protocol):
+class _Described(Protocol):
     """A tensor or the description of one."""
 
     @property
@@ -71,7 +58,7 @@ class Described(Protocol):
     def nbytes(self) -> int: ...
 
 
-D = TypeVar("D", bound=Described)
+D = TypeVar("D", bound=_Described)
 
 
 # ---------------------------------------------------------------------- writing
@@ -139,7 +126,7 @@ def has_name(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def header_of(tensors: Mapping[str, Described], metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: Mapping[str, _Described], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a file with these tensors in this order; a dtype without a name is stored as bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     ends = list(accumulate((tensor.nbytes for tensor in tensors.values()), initial=0))

@@ -19,8 +19,6 @@ from zerostep.plan.layout import Span
 from zerostep.state.param_state import MASTER, shaped
 from zerostep.tensors import flat_alias, is_dense
 
-__all__ = ["apply_weights", "check_weights", "describe_weights", "own_weights"]
-
 Entries = Sequence[tuple[Any, ...]]
 
 

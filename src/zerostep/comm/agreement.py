@@ -25,8 +25,6 @@ from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
 from zerostep.version import __version__
 
-__all__ = ["Agreement", "Fact", "agreed", "facts_of", "first_failure"]
-
 _READY, _FAILED = 0, 1
 _TEXT_INTS = 64  # longer texts are cut: all ranks must gather equally many integers
 _REMEDY = "build the optimizer from the same parameters, in the same order and with the same options, on every rank"

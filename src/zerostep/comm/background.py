@@ -15,8 +15,6 @@ from typing import NamedTuple
 from zerostep.comm.transport import Transport
 from zerostep.errors import CheckpointError, TransportError
 
-__all__ = ["BackgroundSaves", "PendingSave"]
-
 logger = logging.getLogger("zerostep")
 
 _RUNNING, _SUCCEEDED, _FAILED = 0, 1, 2

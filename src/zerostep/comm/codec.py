@@ -18,8 +18,6 @@ from torch import Tensor
 
 from zerostep.tensors import is_dense
 
-__all__ = ["Packed", "decode", "dtype_name", "dtype_named", "empty", "encode", "pack", "specs", "unpack"]
-
 _JSON_TYPES = (bool, int, float, str, type(None))
 
 

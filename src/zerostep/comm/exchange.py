@@ -23,18 +23,6 @@ from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
 
-__all__ = [
-    "TAG_REDUCE",
-    "Exchange",
-    "HostExchange",
-    "NullExchange",
-    "PendingGather",
-    "PendingInts",
-    "PendingReduce",
-    "StreamExchange",
-    "connect",
-]
-
 TAG_REDUCE = 0x7A70
 _TAG_GATHER = 0x7A71
 _TAG_INTS = 0x7A72

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerostep.comm.transport import NullTransport, Transport, connect
 
-__all__ = ["Ranks", "ReplicaAllReduce", "resolve"]
-
 
 @dataclass(frozen=True)
 class Ranks:

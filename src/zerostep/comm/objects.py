@@ -14,8 +14,6 @@ from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.codec import Packed, empty, pack, specs, unpack
 from zerostep.comm.transport import Transport
 
-__all__ = ["broadcast_object", "copy_object", "gather_object", "receive_object", "send_object"]
-
 _HOST = torch.device("cpu")
 _MAX_TEXT_BYTES = 1 << 30  # a damaged header must not make this rank allocate all its memory
 _HEADER = Struct("<qq")  # bytes of text, bytes of tensors

@@ -16,8 +16,6 @@ from torch import Tensor
 from zerostep.comm.transport import Transfer, Transport, finish_in_order
 from zerostep.tensors import flat_alias
 
-__all__ = ["PIECE_BYTES", "broadcast", "broadcast_bytes", "pieces", "receive", "receive_bytes", "send", "send_bytes"]
-
 PIECE_BYTES = 16 << 20
 _PIECES_IN_FLIGHT = 2
 

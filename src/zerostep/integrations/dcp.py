@@ -23,8 +23,6 @@ from zerostep.plan.layout import ParamSpec, Span
 from zerostep.state.expected import ExpectedState, state_predictor
 from zerostep.state.param_state import MASTER, ParamState, SavedState, order_of, shaped
 
-__all__ = ["DcpState", "dcp_state"]
-
 DcpTensors = dict[str, DcpTensor]
 
 

@@ -15,8 +15,6 @@ from zerostep.plan.groups import Group, own_options
 from zerostep.state.param_state import order_of
 from zerostep.version import __version__
 
-__all__ = ["DcpMetadata", "StateInfo", "names_of"]
-
 _VERSION = 1
 
 

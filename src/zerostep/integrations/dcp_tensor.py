@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["DcpTensor", "region"]
-
 
 def region(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """Return a part of a tensor: offset and size in each dimension."""

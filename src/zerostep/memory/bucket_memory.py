@@ -18,8 +18,6 @@ from zerostep.comm.transport import BucketMemory, Message
 from zerostep.plan.layout import Bucket, Layout, Slot
 from zerostep.tensors import flat_alias, is_dense
 
-__all__ = ["FlatBucket", "InPlaceMessage", "PackedMessage", "ScatteredBucket", "make_bucket_memories"]
-
 # Bytes from which on a parameter is a message of its own, and the most bytes of a packed message. On an accelerator
 # copies are cheap and launches are not, so more is packed. All ranks must use the same limits.
 _HOST_LIMITS = (512 << 10, 2 << 20)

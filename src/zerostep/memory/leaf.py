@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from zerostep.plan.layout import Fragment, Layout, Span
 
-__all__ = ["Leaf", "clone_scalars", "cut_leaves", "split", "view_state"]
-
 
 @dataclass(frozen=True, eq=False)
 class Leaf:

@@ -13,8 +13,6 @@ from zerostep.memory.leaf import Leaf, cut_leaves, split
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Layout
 
-__all__ = ["Shard"]
-
 
 class Shard(FlatBucket):
     """A bucket whose parameters have become views of one flat tensor, padded to equal parts if it is cut evenly.

@@ -20,8 +20,6 @@ from zerostep.plan.groups import all_params
 from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
 
-__all__ = ["PartitionedOptimizer", "refuse_dcp"]
-
 _DCP_ADVICE = "give zerostep.dcp_state(optimizer) to torch.distributed.checkpoint's save and load"
 
 

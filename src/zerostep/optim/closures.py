@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["evaluated", "raised_in"]
-
 
 def evaluated(closure: Any) -> Any:
     """Run a closure now; a closure that returns its result again. For steps that need gradients before the update."""

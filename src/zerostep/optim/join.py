@@ -22,8 +22,6 @@ from torch.distributed.algorithms.join import JoinHook
 from zerostep.comm.codec import pack
 from zerostep.plan.groups import Group, options
 
-__all__ = ["JoinShadow", "gradients_and_options", "on_device", "with_gradients"]
-
 
 class JoinShadow(JoinHook):
     """A queue of shadow tasks. `over` is true once no live rank is left."""

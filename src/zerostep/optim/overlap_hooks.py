@@ -21,8 +21,6 @@ from zerostep.step.ddp_hook import after_backward, in_backward_pass, may_be_unus
 from zerostep.step.overlap_pipeline import ArrivedBucket
 from zerostep.step.overlap_state import OverlapState
 
-__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
-
 Future = torch.futures.Future
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 Reduction = tuple[ArrivedBucket, Future[Tensor]]

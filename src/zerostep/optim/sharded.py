@@ -45,8 +45,6 @@ from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
 from zerostep.step.weak import weakly
 
-__all__ = ["ShardedOptimizer"]
-
 _VERIFIED_STEPS = 10
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 

@@ -25,8 +25,6 @@ from zerostep.optim.join import JoinShadow, gradients_and_options, on_device, wi
 from zerostep.plan.groups import Group, copy_options
 from zerostep.step.training_step import TrainingStep
 
-__all__ = ["JoinEvent", "JoinProtocol", "ShardedJoinHook"]
-
 BACKWARD, STEP, CLIP, JOINED, LEFT = range(5)
 _LIVE = (BACKWARD, STEP, CLIP)
 

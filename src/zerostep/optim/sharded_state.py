@@ -17,8 +17,6 @@ from zerostep.state.param_state import DictState, SavedState, StateDict
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.training_step import TrainingStep
 
-__all__ = ["ShardedState"]
-
 
 class ShardedState:
     """State dicts and checkpoints, for leaves that lie on all ranks."""

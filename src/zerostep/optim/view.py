@@ -15,9 +15,6 @@ from zerostep.plan.layout import Layout
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.param_state import ParamState, SavedState
 
-__all__ = ["OptimizerView", "Restore", "view_of"]
-
-
 # Called with the saved state by parameter, the global state, the options of the groups and the step. Reads all saved
 # state that this rank needs, and returns a function that then replaces state and options. An error while reading leaves
 # the state as it was; one in the returned function may leave it half replaced.

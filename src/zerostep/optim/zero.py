@@ -38,8 +38,6 @@ from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapHost, OverlapState
 from zerostep.step.weak import weakly
 
-__all__ = ["ZeroRedundancyOptimizer"]
-
 logger = logging.getLogger("zerostep")
 
 _UPDATED, _FAILED = 0, 1

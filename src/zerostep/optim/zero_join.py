@@ -29,8 +29,6 @@ from zerostep.plan.groups import Group, copy_options
 from zerostep.step.grad_snapshot import GradSnapshot
 from zerostep.step.weak import weakly
 
-__all__ = ["ZeroJoin", "ZeroJoinHook", "ZeroShadow"]
-
 _LIVE, _JOINED, _JOINED_WITH_GRADIENTS, _LEFT = 0, 1, 2, 3
 
 

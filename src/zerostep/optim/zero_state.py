@@ -16,8 +16,6 @@ from zerostep.state.load_state_dict import local_part, validate
 from zerostep.state.param_state import MASTER, ParamState, SavedState, StateDict, flat_per_element
 from zerostep.step.inner_optimizers import replace_state
 
-__all__ = ["ZeroState"]
-
 
 class ZeroState:
     """The inner optimizer's state. `index_of` has the index of each tensor that the inner optimizer holds."""

@@ -11,8 +11,6 @@ from itertools import accumulate
 
 from zerostep.plan.layout import Bucket, ParamSpec, Slot, tile
 
-__all__ = ["assign", "atomic_bucket", "largest_first", "loads_of", "pour", "splittable_bucket"]
-
 
 def assign(order: Iterable[int], weights: Sequence[float], world_size: int) -> dict[int, int]:
     """The owner of each parameter in `order`: the rank with the smallest load so far, the lowest of equal ones.

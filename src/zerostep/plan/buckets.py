@@ -17,8 +17,6 @@ from itertools import accumulate
 from zerostep.plan.assign import assign, atomic_bucket, loads_of, pour, splittable_bucket
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
 
-__all__ = ["Cost", "even_part", "extend", "fill", "padded_size"]
-
 # Parts of at least _LONG elements start at multiples of _ALIGNMENT, where vector instructions are fastest.
 _ALIGNMENT = 64
 _LONG = 256 * _ALIGNMENT

@@ -19,8 +19,6 @@ from zerostep.plan.buckets import Cost
 from zerostep.plan.groups import OptimizerClass
 from zerostep.plan.layout import ParamSpec
 
-__all__ = ["CostModel", "fresh_state", "state_bytes"]
-
 _MATRIX_WORK = (getattr(torch.optim, "Muon", None),)
 _KERNELS = ("fused", "foreach", "capturable")
 # One size for each dimension, all distinct, and unlikely to be constants of an optimizer.

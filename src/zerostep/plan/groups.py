@@ -12,21 +12,6 @@ from torch.optim import Optimizer
 
 from zerostep.plan.layout import ParamSpec
 
-__all__ = [
-    "CLASS_KEY",
-    "Group",
-    "OptimizerClass",
-    "all_params",
-    "class_of",
-    "copy_options",
-    "normalise",
-    "options",
-    "own_options",
-    "param_specs",
-    "refuse_sparse",
-    "subgroup",
-]
-
 Group = dict[str, Any]
 OptimizerClass = Callable[..., Optimizer]
 

@@ -36,8 +36,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-__all__ = ["Bucket", "Fragment", "Layout", "ParamSpec", "Slot", "Span", "tile"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

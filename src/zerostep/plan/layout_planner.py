@@ -21,8 +21,6 @@ from zerostep.plan.groups import Group, OptimizerClass, all_params, class_of, ow
 from zerostep.plan.layout import Layout, ParamSpec
 from zerostep.plan.probe import is_elementwise, is_separable
 
-__all__ = ["LayoutPlanner", "Settings", "model_positions"]
-
 # Number of buckets, least and most bytes of one, as measured: few and small ones on the host, where messages are slow;
 # more and larger ones on an accelerator, where kernel launches are.
 _HOST_BUCKETS = (4, 1 << 20, 5 << 20)

@@ -12,8 +12,6 @@ from zerostep.plan.groups import Group, all_params, param_specs, subgroup
 from zerostep.plan.layout import Layout
 from zerostep.plan.partition import plan
 
-__all__ = ["Ownership"]
-
 
 class Ownership:
     """A layout of whole parameters, together with their tensors."""

@@ -16,8 +16,6 @@ from itertools import accumulate
 from zerostep.plan.assign import assign, atomic_bucket, largest_first, loads_of, pour, splittable_bucket
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
 
-__all__ = ["divide", "plan", "restrict"]
-
 
 def plan(specs: Sequence[ParamSpec], world_size: int, in_order: bool = False) -> Layout:
     """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable."""

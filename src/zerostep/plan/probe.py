@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 from zerostep.plan.groups import OptimizerClass
 from zerostep.plan.trial import COUPLES_PARAMETERS, PARAMETER_TRIALS, element_coupling, parameter_coupling
 
-__all__ = ["PARAM_SHAPED", "is_elementwise", "is_separable"]
-
 logger = logging.getLogger("zerostep")
 
 

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["COUPLES_PARAMETERS", "PARAMETER_TRIALS", "Build", "element_coupling", "parameter_coupling"]
-
 Build = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an instance of the optimizer under trial that holds these leaves."""
 

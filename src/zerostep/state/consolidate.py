@@ -20,9 +20,6 @@ from zerostep.plan.groups import Group
 from zerostep.state.param_state import Entry, ParamState, StateDict, shaped
 from zerostep.tensors import flat_alias
 
-__all__ = ["assemble", "collect", "merge", "pack_groups", "to_plain"]
-
-
 # ---------------------------------------------------------------------- ranks that own whole parameters
 
 

@@ -16,8 +16,6 @@ from zerostep.plan.cost import fresh_state
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.param_state import MASTER, is_per_element
 
-__all__ = ["ExpectedState", "GroupOptimizer", "state_predictor"]
-
 # The length of the trial tensor for a splittable parameter; no optimizer is likely to keep another tensor of this size.
 _TRIAL_LENGTH = 53
 

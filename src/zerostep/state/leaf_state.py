@@ -12,8 +12,6 @@ from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, en
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers
 
-__all__ = ["LeafStates"]
-
 
 class LeafStates:
     """The state that the inner optimizers hold for this rank's leaves."""

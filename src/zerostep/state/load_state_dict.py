@@ -13,8 +13,6 @@ from zerostep.plan.groups import Group, options
 from zerostep.plan.probe import PARAM_SHAPED
 from zerostep.state.param_state import MASTER, StateDict
 
-__all__ = ["local_part", "validate"]
-
 
 def validate(
     state_dict: Any, groups: Sequence[Group], inners: Sequence[Optimizer], live: Mapping[Tensor, Any]

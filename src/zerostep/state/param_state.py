@@ -17,22 +17,6 @@ from zerostep.memory.leaf import Leaf, view_state
 from zerostep.plan.layout import Layout, Span
 from zerostep.tensors import flat_alias, is_dense
 
-__all__ = [
-    "MASTER",
-    "DictState",
-    "Entry",
-    "ParamState",
-    "SavedState",
-    "StateDict",
-    "entry_for",
-    "fits_one_leaf",
-    "flat_per_element",
-    "is_per_element",
-    "order_of",
-    "param_states_of",
-    "shaped",
-]
-
 Entry = dict[str, Any]
 StateDict = dict[str, Any]
 

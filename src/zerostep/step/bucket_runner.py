@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["BucketRunner"]
-
 Task = Callable[[], Tensor]
 
 

@@ -14,8 +14,6 @@ from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
 from zerostep.plan.layout import Bucket, Layout
 
-__all__ = ["BucketShards"]
-
 
 class BucketShards:
     """The buckets and their flat memory. A bucket gets flat memory when one of its parameters is trained first."""

@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.tensors import is_dense
 
-__all__ = ["after_backward", "as_stored", "in_backward_pass", "may_be_unused", "never_raising"]
-
 Future = torch.futures.Future
 
 logger = logging.getLogger("zerostep")

@@ -38,8 +38,6 @@ from zerostep.step.used_mask import pack_mask, union_of_masks
 from zerostep.step.weak import weakly
 from zerostep.step.whole_grads import gather_sums, present_grads, set_whole_grads
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Reduce, update, gather. `reduces` is false where DDP does the first.

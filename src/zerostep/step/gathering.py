@@ -18,8 +18,6 @@ from zerostep.comm.exchange import PendingGather
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.weak import weakly
 
-__all__ = ["ForwardHooks", "PendingGathers"]
-
 
 class PendingGathers:
     """Buckets of parameters that are in flight."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from zerostep.plan.buckets import padded_size
 from zerostep.step.reduction_plan import ReductionPlan
 
-__all__ = ["GradBuffers"]
-
 _flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 
 

@@ -18,8 +18,6 @@ from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.norms import combine, power_sum, root
 from zerostep.step.reduction import Reduction
 
-__all__ = ["GradPasses", "ShardedGradOps"]
-
 
 class GradPasses(Protocol):
     """The backward passes of this step, as far as operations on gradients depend on them."""

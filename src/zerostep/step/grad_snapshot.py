@@ -7,8 +7,6 @@ from weakref import ref
 
 from torch import Tensor
 
-__all__ = ["GradSnapshot"]
-
 
 class GradSnapshot:
     """Identity and version of the gradients of some parameters.

@@ -14,8 +14,6 @@ from zerostep.step.ddp_hook import after_backward, as_stored, in_backward_pass, 
 from zerostep.step.engine import Engine
 from zerostep.step.weak import weakly
 
-__all__ = ["AutogradSource", "DdpSource", "GradSource", "NoSource"]
-
 Future = torch.futures.Future
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Health"]
-
 
 class Health:
     """Remembers a step that failed half-way; every public method that relies on the state calls `check` first."""

@@ -11,8 +11,6 @@ from zerostep.comm import stream
 from zerostep.comm.mesh import Ranks
 from zerostep.tensors import is_dense
 
-__all__ = ["broadcast_values"]
-
 
 def broadcast_values(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
     """Overwrite tensors with those of rank 0, across the replicas and then inside each of them. A collective."""

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from zerostep.memory.leaf import Leaf, clone_scalars, view_state
 from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
 
-__all__ = ["InnerOptimizers", "PartialSteps", "replace_state"]
-
 StateDict = dict[str, Any]
 
 

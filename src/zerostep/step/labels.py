@@ -13,17 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
-__all__ = [
-    "Label",
-    "PhaseTimer",
-    "end_of_step",
-    "in_backward",
-    "label_range",
-    "step_number",
-    "stepping_in_backward",
-    "thread_range",
-]
-
 _PATTERN = re.compile(r"zerostep/(?P<phase>[a-z ]+?)(?: bucket (?P<bucket>\d+)(?: to (?P<last>\d+))?)?(?P<wait> wait)?")
 _END_OF_STEP = re.compile(r"zerostep/end of step (\d+)")
 _NO_RANGE = nullcontext()

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
 
-__all__ = ["combine", "power_sum", "root"]
-
 
 def power_sum(parts: Iterable[Tensor], norm_type: float) -> float:
     """What one rank's parts contribute to a norm: the largest element, or the sum of powers.

@@ -34,8 +34,6 @@ from zerostep.step.inner_optimizers import PartialSteps
 from zerostep.step.labels import stepping_in_backward, thread_range
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
-__all__ = ["ArrivedBucket", "DdpBucketPlan", "GradientCallback", "OverlapPipeline"]
-
 GradientCallback = Callable[[Sequence[Tensor], Sequence[Any]], None]
 
 _UPDATED, _FAILED = 0, 1

@@ -19,8 +19,6 @@ from zerostep.plan.ownership import Ownership
 from zerostep.step.grad_snapshot import GradSnapshot
 from zerostep.step.overlap_pipeline import ArrivedBucket, GradientCallback, OverlapPipeline
 
-__all__ = ["OverlapHost", "OverlapState"]
-
 logger = logging.getLogger("zerostep")
 
 _TOO_LATE = (

@@ -21,8 +21,6 @@ from zerostep.step.grad_buffers import GradBuffers
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.reduction_plan import ReductionPlan
 
-__all__ = ["Reduction"]
-
 # Memory at the end of backward is the owned part of the gradients plus this many buckets.
 _MOST_IN_FLIGHT = 2
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from zerostep.comm.exchange import Exchange
 from zerostep.plan.layout import Layout
 
-__all__ = ["ReductionPlan"]
-
 
 @dataclass(frozen=True)
 class ReductionPlan:

@@ -22,8 +22,6 @@ from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.tensors import flat_alias
 
-__all__ = ["ReferenceOptimizer"]
-
 logger = logging.getLogger("zerostep")
 
 _ORDER_OF_A_SUM = 1e-6

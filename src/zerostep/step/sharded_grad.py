@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["GradOps", "ShardedGradient"]
-
 _REASON = (
     "the gradient of this parameter was summed over the ranks during backward(), and each rank kept only the part it "
     "owns. Use the optimizer's clip_grad_norm_() and grad_norm(), or torch.nn.utils.clip_grad_norm_() and "

@@ -11,8 +11,6 @@ from torch import Tensor
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.sharded_grad import ShardedGradient
 
-__all__ = ["StandIns"]
-
 
 class StandIns:
     """Puts stand-ins into `.grad` and takes out what autograd has added to them.

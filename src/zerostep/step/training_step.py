@@ -19,8 +19,6 @@ from zerostep.step.health import Health
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.reference import ReferenceOptimizer
 
-__all__ = ["TrainingStep"]
-
 
 class TrainingStep:
     """Runs steps over an engine, inner optimizers and the user's parameter groups.

@@ -16,8 +16,6 @@ from zerostep.step.labels import PhaseTimer
 from zerostep.step.reduction import Reduction
 from zerostep.step.whole_grads import owned_part
 
-__all__ = ["Updater"]
-
 # Updates begin while the last sums are in flight; where the host does not wait for sums, one batch is cheapest.
 _MOST_PARTIAL_STEPS = 8
 _SMALL_BUCKET = 1 << 16  # elements

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["pack_mask", "union_of_masks"]
-
 _BITS = 62  # of a signed 64-bit integer
 
 

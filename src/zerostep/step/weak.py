@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
 
-__all__ = ["weakly"]
-
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls a bound method while its object lives, and does nothing afterwards."""

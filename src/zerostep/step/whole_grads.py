@@ -13,8 +13,6 @@ from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.sharded_grad import ShardedGradient
 from zerostep.tensors import flat_alias
 
-__all__ = ["gather_sums", "owned_part", "present_grads", "set_whole_grads"]
-
 
 def set_whole_grads(buckets: BucketShards, sums: Mapping[int, Tensor], used: Iterable[int]) -> None:
     """Put whole sums into `.grad` of their parameters, where no whole gradient stands yet."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CommandError", "DemoError", "PlanError", "TraceError"]
-
 
 class CommandError(Exception):
     """A command cannot do what it was given; the message says what is wrong and what to do."""

@@ -8,8 +8,6 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-__all__ = ["make_table"]
-
 
 def make_table(names: Sequence[str], left: Collection[str] = (), **options: Any) -> Table:
     """Return an empty table with right-aligned columns, except those in `left`; `options` are those of rich's Table."""

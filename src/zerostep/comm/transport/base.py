@@ -17,8 +17,6 @@ from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import FirstError, Transfer, finish_in_order
 from zerostep.errors import TransportError
 
-__all__ = ["BaseTransport", "as_bytes", "as_real"]
-
 # A tag of its own: a status must never match a receive that waits for data.
 _TAG_STATUS = 0x7A66
 # Many messages keep a socket busy. On an accelerator stream order does that, and scratch memory is scarce.

@@ -24,8 +24,6 @@ from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Tr
 from zerostep.comm.transport.transfer import Transfer, start, wait_all
 from zerostep.errors import TransportError
 
-__all__ = ["CompanionTransport"]
-
 
 class CompanionTransport(BaseTransport):
     """A transport over a Gloo group that torch does not know. Accelerator memory is copied through the host."""

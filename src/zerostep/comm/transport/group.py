@@ -18,8 +18,6 @@ from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.protocol import TAG_DATA, Transport
 from zerostep.comm.transport.transfer import Transfer, start
 
-__all__ = ["GroupTransport"]
-
 
 class GroupTransport(BaseTransport):
     """A transport over a torch process group."""

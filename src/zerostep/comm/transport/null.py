@@ -11,8 +11,6 @@ from zerostep.comm.transport.protocol import BucketMemory, Transport
 from zerostep.comm.transport.transfer import CompletedWork, Transfer
 from zerostep.errors import TransportError
 
-__all__ = ["NullTransport"]
-
 
 class NullTransport:
     """A world of one: collectives return at once, and messages to other ranks raise."""

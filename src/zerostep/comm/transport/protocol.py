@@ -10,8 +10,6 @@ from torch import Tensor
 
 from zerostep.comm.transport.transfer import Transfer
 
-__all__ = ["TAG_DATA", "BucketMemory", "Message", "Transport"]
-
 TAG_DATA = 0x7A65
 
 

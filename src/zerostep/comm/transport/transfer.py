@@ -15,8 +15,6 @@ from torch import Tensor
 
 from zerostep.errors import TransportError
 
-__all__ = ["CompletedWork", "FirstError", "Transfer", "finish_in_order", "start", "wait_all"]
-
 # How long a transport that is dropped waits for its messages under way.
 _CLOSING_SECONDS = 10
 

@@ -11,8 +11,6 @@ import typer
 from zerostep.checkpoint.export import consolidate
 from zerostep.checkpoint.reshard import reshard
 
-__all__ = ["EPILOG", "convert"]
-
 _RANKS = re.compile(r"([1-9][0-9]*)(-ranks?)?")
 EPILOG = """\b
 Examples:

@@ -15,8 +15,6 @@ from rich.table import Table
 from zerostep.tools.demo import Demo, Progress, RunReport, compare_runs, run_demo
 from zerostep.tools.tables import make_table
 
-__all__ = ["EPILOG", "demo"]
-
 EPILOG = """\b
 Examples:
   zerostep demo

@@ -23,8 +23,6 @@ from zerostep.comm.codec import dtype_name
 from zerostep.errors import CheckpointError
 from zerostep.tools.tables import make_table
 
-__all__ = ["EPILOG", "inspect"]
-
 EPILOG = """\b
 Examples:
   zerostep inspect checkpoints/step-1200

@@ -21,8 +21,6 @@ from zerostep.tools.planner.picture import check_path, draw
 from zerostep.tools.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options
 from zerostep.tools.planner.sources import load
 
-__all__ = ["EPILOG", "plan"]
-
 _WIDE = 160
 EPILOG = """\b
 Examples:

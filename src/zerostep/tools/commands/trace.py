@@ -20,8 +20,6 @@ from zerostep.tools.tracing.intervals import total
 from zerostep.tools.tracing.picture import check_paths, draw
 from zerostep.tools.tracing.step import StepView, common_step, view_step
 
-__all__ = ["CONTEXT", "EPILOG", "trace"]
-
 EPILOG = """\b
 Examples:
   zerostep trace train.py --lr 0.1 --ranks 2 --step 5 --out step.svg --out step.png

@@ -17,8 +17,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from zerostep.tools.errors import DemoError
 
-__all__ = ["run_ranks"]
-
 _TIMEOUT = timedelta(minutes=2)
 _POLL_SECONDS = 0.1
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from zerostep.tools.errors import DemoError
 
-__all__ = ["GPT", "GPTShape", "text", "windows"]
-
 _TEXT_BYTES = 1 << 20
 
 

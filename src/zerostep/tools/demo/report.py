@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RunReport", "Sizes", "compare_runs", "largest_difference"]
-
 _EXACT_WORLD = 2  # up to so many ranks, a sum of gradients has one order only, so parameters must be bit-equal
 _TOLERANCE = 1e-3  # on more ranks; the order of sums makes no larger difference
 

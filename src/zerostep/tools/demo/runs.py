@@ -16,8 +16,6 @@ from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
 from zerostep.tools.demo.report import Sizes
 from zerostep.tools.planner.recipe import Recipe, Rule
 
-__all__ = ["GATHER", "DdpRun", "ShardedRun", "synchronise"]
-
 GATHER: Literal["forward"] = "forward"
 
 

@@ -31,8 +31,6 @@ from zerostep.tools.planner.memory import Memory
 from zerostep.tools.planner.recipe import Recipe, Rule
 from zerostep.tools.planner.sources import Source
 
-__all__ = ["CHOICES", "Demo", "Progress", "predicted", "run_demo"]
-
 SEED = 1234
 BATCH = 8
 BLOCK = 5  # steps

@@ -27,8 +27,6 @@ from zerostep.tools.planner.memory import (
 from zerostep.tools.planner.recipe import Recipe
 from zerostep.tools.planner.sources import Source
 
-__all__ = ["Comparison", "Request", "Row", "bytes_of_ranks", "compare"]
-
 _DDP_BUCKET_BYTES = 25 << 20
 
 

@@ -16,22 +16,6 @@ from enum import Enum
 from math import ceil, log2
 from typing import Literal
 
-__all__ = [
-    "Compute",
-    "Network",
-    "StepTime",
-    "Strategy",
-    "Traffic",
-    "all_gather_seconds",
-    "all_reduce_seconds",
-    "before_compute",
-    "behind_backward",
-    "broadcast_seconds",
-    "reduce_scatter_seconds",
-    "step_time",
-    "wire_bytes",
-]
-
 _OPERATIONS_FORWARD, _OPERATIONS_BACKWARD = 2, 4
 
 

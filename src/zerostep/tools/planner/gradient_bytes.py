@@ -22,8 +22,6 @@ from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.tensors import Scratch
 from zerostep.tools.planner.sources import meta_parameter
 
-__all__ = ["gradient_bytes"]
-
 
 @dataclass(frozen=True)
 class GradientBytes:

@@ -18,8 +18,6 @@ from zerostep.plan.ownership import Ownership
 from zerostep.tools.planner.gradient_bytes import gradient_bytes
 from zerostep.tools.planner.state import StateModel
 
-__all__ = ["Memory", "RankBytes", "TrainingJob", "fully_sharded", "replicated", "sharded", "whole_parameters"]
-
 _Member = TypeVar("_Member", Slot, Fragment)
 
 

@@ -9,8 +9,6 @@ from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.comparison import Comparison
 from zerostep.tools.planner.report import PARTS, percent, scale
 
-__all__ = ["check_path", "draw"]
-
 _LABELS = {"buffers": "model buffers", "scratch": "communication scratch"}
 # Colours that differ in lightness too, for people who cannot distinguish some hues.
 _COLOURS = ("#332288", "#88ccee", "#117733", "#ddcc77", "#aa4499", "#cc6677")

@@ -16,8 +16,6 @@ from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_position
 from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.sources import Source, meta_parameter, resolve
 
-__all__ = ["Recipe", "Rule", "dtype_named", "is_hidden_matrix", "optimizer_class", "parse_options"]
-
 Named = tuple[str, nn.Parameter]
 
 

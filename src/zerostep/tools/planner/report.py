@@ -15,8 +15,6 @@ from zerostep.tools.planner.forecast import Compute, Network, StepTime, Strategy
 from zerostep.tools.planner.memory import Memory
 from zerostep.tools.tables import make_table
 
-__all__ = ["PARTS", "Forecast", "as_json", "as_text", "forecast", "percent", "scale"]
-
 PARTS = ("parameters", "gradients", "state", "masters", "buffers", "scratch")
 _FORECAST_RANKS = (8, 64, 512, 4096)
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["NAMED_SHAPES"]
-
 NamedShape = tuple[str, tuple[int, ...]]
 
 

@@ -18,8 +18,6 @@ from zerostep.checkpoint.tensor_file import SAFETENSORS_DTYPES
 from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.shapes import NAMED_SHAPES
 
-__all__ = ["Source", "load", "meta_parameter", "resolve"]
-
 _WANTED = "give package.module:factory, a .safetensors file, an index .safetensors.index.json, or one of " + ", ".join(
     NAMED_SHAPES
 )

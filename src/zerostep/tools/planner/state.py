@@ -11,8 +11,6 @@ from zerostep.plan.cost import state_bytes
 from zerostep.plan.groups import Group, class_of, own_options
 from zerostep.plan.layout_planner import LayoutPlanner
 
-__all__ = ["StateModel"]
-
 # Three lengths that show whether state is linear in the length; common block sizes do not divide the last two.
 _LENGTHS = (64, 999, 20011)
 

@@ -9,8 +9,6 @@ from typing import Any
 from zerostep.tools.tracing.events import DEVICE_CATEGORIES, RankTrace
 from zerostep.tools.tracing.step import StepView
 
-__all__ = ["merged"]
-
 _RANK_STRIDE = 1000  # rank r has process id 1000 * r, and the ids after it for its accelerators
 _FLOW_STRIDE = 1 << 32
 _NOT_HOST_PREFIXES = ("gpu", "kernel", "Trace", "overhead")

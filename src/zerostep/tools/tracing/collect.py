@@ -24,8 +24,6 @@ from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.events import RankTrace, read, sort_by_rank
 from zerostep.tools.tracing.worker import trace_file
 
-__all__ = ["TraceJob", "collect"]
-
 _HOST = "127.0.0.1"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _POLL_SECONDS = 0.05

@@ -15,17 +15,6 @@ from zerostep.step.labels import step_number
 from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.intervals import Interval
 
-__all__ = [
-    "BACKWARD",
-    "DEVICE_CATEGORIES",
-    "OPTIMIZER_STEP",
-    "RankTrace",
-    "TraceEvent",
-    "parse",
-    "read",
-    "sort_by_rank",
-]
-
 OPTIMIZER_STEP = "Optimizer.step#"
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 BACKWARD = "autograd::engine::evaluate_function"

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Interval", "clip", "intersect", "join", "subtract", "total", "union"]
-
 
 @dataclass(frozen=True, order=True)
 class Interval:

@@ -10,8 +10,6 @@ from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.intervals import Interval
 from zerostep.tools.tracing.step import StepView
 
-__all__ = ["check_paths", "draw"]
-
 _FORMATS = (".svg", ".png", ".pdf")
 _COLOURS = {
     "forward": ("#a6cee3", "forward, and work outside of the rest"),

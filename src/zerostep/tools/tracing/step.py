@@ -17,8 +17,6 @@ from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.events import BACKWARD, DEVICE_CATEGORIES, OPTIMIZER_STEP, RankTrace, TraceEvent
 from zerostep.tools.tracing.intervals import Interval, clip, intersect, join, subtract, total, union
 
-__all__ = ["CommSpan", "StepView", "Update", "common_step", "view_step"]
-
 _COLLECTIVE = re.compile(r"(?:gloo|mpi|ucc):_?(?P<name>[a-z_]+)")  # the ranges of nccl are only the launches of kernels
 _OWN_MESSAGES = ("send", "recv")  # covered by the ranges of this library, which name the bucket
 _NO_COMMUNICATION = ("update", "control")

@@ -22,8 +22,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zerostep.step.labels import end_of_step, in_backward
 
-__all__ = ["StepCounter", "main", "trace_file"]
-
 _OUTSIDE = ("zerostep.tools.tracing", "zerostep.tools.demo")
 
 
