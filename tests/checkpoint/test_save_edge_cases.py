@@ -220,7 +220,7 @@ def _other_precision(group: ProcessGroup, root: Path) -> None:
     def masters(optimizer: ShardedOptimizer) -> list[Tensor]:
         return [
             shard.master.clone()
-            for shard in optimizer._running.engine.buckets.shards.values()
+            for shard in optimizer._training.engine.buckets.shards.values()
             if shard.master is not None
         ]
 
@@ -229,7 +229,7 @@ def _other_precision(group: ProcessGroup, root: Path) -> None:
     zerostep.save(root / "it", optimizer, model)
     other, resumed = pair(torch.float16)
     zerostep.load(root / "it", resumed, other)
-    resumed._running.engine.buckets.follow_params()  # as the next step does
+    resumed._training.engine.buckets.follow_params()  # as the next step does
     for found, expected in zip(masters(resumed), masters(optimizer), strict=True):
         assert_same_bits({"master": found}, {"master": expected})
 

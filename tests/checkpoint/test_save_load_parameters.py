@@ -281,7 +281,7 @@ def _masters_without_state(group: ProcessGroup, root: str) -> None:
             pair[1].zero_grad()
             mse_loss(pair[0](inputs).float(), targets).backward()
             pair[1].step()
-        shards = pair[1]._running.engine.buckets.shards.values()
+        shards = pair[1]._training.engine.buckets.shards.values()
         runs.append({str(i): shard.master.clone() for i, shard in enumerate(shards)})
     assert_same_bits(*runs)
 

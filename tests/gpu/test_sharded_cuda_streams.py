@@ -147,7 +147,7 @@ def _in_stream_order(group: ProcessGroup, recipe: str, late: bool) -> None:
     for way in WAYS:
         with _through(_transport(nccl, late)):
             model, optimizer = way.ours(nccl, chosen)
-        assert isinstance(optimizer._running.engine.buckets.exchanges[0], StreamExchange)
+        assert isinstance(optimizer._training.engine.buckets.exchanges[0], StreamExchange)
         for inputs in series:
             # Nothing between a step and the next pass, which must find the new parameters by stream order alone.
             train(model, [optimizer], inputs)

@@ -250,7 +250,7 @@ def _let_go(group: ProcessGroup, way: str) -> None:
     model, optimizer = Contest(ours={"gather": "forward"}).sharded(group, way)
     train(model, optimizer, series(group, 2))
     optimizer.synchronize()
-    engine = weakref.ref(optimizer._running)
+    engine = weakref.ref(optimizer._training)
     del optimizer
     gc.collect()
     assert engine() is None
@@ -311,7 +311,7 @@ def _succeeding(group: ProcessGroup, way: str) -> None:
         assert _hooks(model) > 0 or way == "wrapped all"
         optimizer.synchronize()
         bare: Any = model.module if isinstance(model, DDP) else model
-        engine = weakref.ref(optimizer._running)
+        engine = weakref.ref(optimizer._training)
         del optimizer, model
         assert engine() is None
         assert _hooks(bare) == 0

@@ -67,7 +67,7 @@ def _leaving_first(group: ProcessGroup, key: str) -> None:
     model = build()
     optimizer = sharded(group, model, gather="forward", bucket_mb=0.0003)
     train(model, optimizer, series(group, 1))
-    updater: Any = optimizer._running.engine._updater
+    updater: Any = optimizer._training.engine._updater
     launch = updater._launch
     if dist.get_rank(group) == 0:
 

@@ -100,7 +100,7 @@ def test_a_compiled_model_equals_plain(pool: Pool, when: str, gather: str) -> No
 @contextmanager
 def _late(optimizer: ShardedOptimizer) -> Iterator[list[int]]:
     """Parameters of other ranks come into place when they are waited for, and not a moment earlier."""
-    exchanges: list[Any] = optimizer._running.engine.buckets.exchanges
+    exchanges: list[Any] = optimizer._training.engine.buckets.exchanges
     waits: list[int] = []
     for exchange in exchanges:
 

@@ -36,9 +36,9 @@ def _verified(group: ProcessGroup, case: str, wrapped: bool, reduction: str, gat
     if "bf16" in case:
         data = [(x if x.dtype == torch.int64 else x.bfloat16(), y.bfloat16()) for x, y in data]
     train(model, optimizer, data[:2])
-    unfinished = optimizer._running.verifies
+    unfinished = optimizer._training.verifies
     train(model, optimizer, data[2:])
-    return unfinished and not optimizer._running.verifies
+    return unfinished and not optimizer._training.verifies
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -493,3 +493,27 @@ def test_a_replica_s_sum_is_kept() -> None:
     reduction.arrive(0, torch.ones(4), False)
     reduction.finish()
     assert torch.equal(reduction.sums[0], torch.full((4,), 3.0))
+
+
+class _FailsOnce(Port):
+    """The first launch fails."""
+
+    failed = False
+
+    def reduce(self, memory: Tensor, bucket: Bucket) -> PendingReduce:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("once")
+        return super().reduce(memory, bucket)
+
+
+def test_a_bucket_whose_launch_failed_is_launched_again_with_what_was_written() -> None:
+    world, _ = _alone([30])
+    params, port = world.ranks[0].params, _FailsOnce(world.net, 0)
+    plan = ReductionPlan(world.layout, 0, params, [port], [torch.float32], 1.0, whole=False)
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
+    with pytest.raises(RuntimeError, match="once"):
+        reduction.arrive(0, torch.full((30,), 3.0), False)
+    reduction.launch_missing()
+    reduction.finish()
+    assert torch.equal(reduction.sums[0], torch.full((30,), 3.0))

@@ -143,7 +143,7 @@ class Watch:
     """Notes the most memory that gradients take, in the moments in which there is most of it."""
 
     def __init__(self, optimizer: ShardedOptimizer, bare: bool) -> None:
-        reduction: Any = optimizer._running.engine.reduction
+        reduction: Any = optimizer._training.engine.reduction
         self.reduction = reduction
         self.most, self._bare, self._finishing = 0, bare, list[Tensor]()
         buffers = reduction._buffers
@@ -217,7 +217,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
 def _master_bytes(optimizer: Optimizer) -> int:
     if not isinstance(optimizer, ShardedOptimizer):
         return 0
-    masters = [shard.master for shard in optimizer._running.engine.buckets.shards.values()]
+    masters = [shard.master for shard in optimizer._training.engine.buckets.shards.values()]
     return sum(master.nbytes for master in masters if master is not None)
 
 

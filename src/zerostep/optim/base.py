@@ -30,7 +30,6 @@ class PartitionedOptimizer(Optimizer, Joinable):
     world_size: int
     process_group: Any
     _health: Health
-    _has_state: bool
     _all_state_dicts: list[Any]
 
     def _check_usable(self) -> None:
@@ -40,6 +39,11 @@ class PartitionedOptimizer(Optimizer, Joinable):
     @property
     def _all_params(self) -> list[Tensor]:
         return all_params(self.param_groups)
+
+    @property
+    @abstractmethod
+    def _has_state(self) -> bool:
+        """Whether there is state that a state dict must have."""
 
     @abstractmethod
     def _collect_state(self, to: int) -> list[Any]:

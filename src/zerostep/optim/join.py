@@ -24,7 +24,7 @@ from zerostep.plan.groups import Group, options
 
 
 class JoinShadow(JoinHook):
-    """A queue of shadow tasks. `over` is true once no live rank is left."""
+    """A queue of shadow tasks. `_over` is true once no live rank is left."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-join")

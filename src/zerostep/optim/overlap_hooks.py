@@ -127,6 +127,7 @@ class _Overlap:
         return self._runner.run(lambda: self._process(reductions))
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
+        self._state.check_usable()  # before waiting for a reduction that may never end
         for arrived, future in reductions:
             # Does not stop backward: it waits on the runner's thread, or only on the runner's stream.
             reduced = _outcome(future)

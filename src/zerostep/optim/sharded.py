@@ -79,7 +79,8 @@ class ShardedOptimizer(PartitionedOptimizer):
     `consolidate_state_dict` are collective: all ranks call them.
     """
 
-    _step: TrainingStep | None = None  # before construction is complete, torch's constructor calls add_param_group
+    # `None` while torch's constructor runs, which calls add_param_group.
+    _training_step: TrainingStep | None = None
 
     def __init__(  # noqa: PLR0913
         self,
@@ -106,7 +107,6 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._all_state_dicts = []
         self._join: JoinProtocol | None = None
         self._join_contexts = 0
-        self._has_state = False
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks = resolve(wanted, _first_device(self._model))
         self._saves = BackgroundSaves(self._ranks.everyone)
@@ -119,7 +119,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         if verify:
             steps = _VERIFIED_STEPS if verify is True else verify
             specs, everyone = self._layout.params, self._ranks.everyone
-            self._running.verify_with(ReferenceOptimizer(self._planner, self.param_groups, specs, everyone, steps))
+            self._training.verify_with(ReferenceOptimizer(self._planner, self.param_groups, specs, everyone, steps))
 
     # ------------------------------------------------------------------ construction
 
@@ -170,10 +170,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.defaults = self._inners.defaults
         self._grad_source = self._make_grad_source(engine, reduces)
         self._grad_source.extend(engine.buckets.params)
-        self._step = TrainingStep(
-            engine, self._inners, self.param_groups, self._grad_source, self._saves, self._health, self._settings
+        groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
+        self._training_step = TrainingStep(
+            engine, self._inners, groups, self._grad_source, self._saves, self._health, self._settings
         )
-        self._state = ShardedState(self._step, self._inners, self.param_groups, self._planner, self._ranks)
+        self._state = ShardedState(self._training_step, self._inners, groups, self._planner, self._ranks)
         self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
 
     def _broadcast_model(self) -> None:
@@ -188,19 +189,26 @@ class ShardedOptimizer(PartitionedOptimizer):
         return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
-        engine = self._running.engine
+        engine = self._training.engine
         params, layout = engine.buckets.params, engine.buckets.layout
         buckets = {param: layout.place_of(index)[0] for index, param in enumerate(params)}
         return ForwardHooks(self._model, buckets, engine.gathers.wait)
 
     @property
-    def _running(self) -> TrainingStep:
-        assert self._step is not None
-        return self._step
+    def _training(self) -> TrainingStep:
+        assert self._training_step is not None
+        return self._training_step
+
+    @property
+    def _has_state(self) -> bool:
+        return self._training.has_state
+
+    def _current_groups(self) -> list[Group]:
+        return self.param_groups
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; what was there before stays where it is."""
-        if self._step is None:
+        if self._training_step is None:
             super().add_param_group(param_group)
             return
         before = len(self.param_groups), self._layout
@@ -208,7 +216,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             with agreed(self._ranks.everyone) as agreement:
                 self._append(param_group)
                 # Buckets in flight are those that all ranks have: with a further one, passes would not match.
-                reduction = self._running.engine.reduction
+                reduction = self._training.engine.reduction
                 passes = reduction.passes + bool(reduction.open)
                 fact = Fact("the number of backward passes since the last step", str(passes))
                 agreement.compare([fact, *self._facts()], _ADDING)
@@ -233,7 +241,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._layout = extend(self._layout, further)
 
     def _start_last_group(self) -> None:
-        step, engine = self._running, self._running.engine
+        step, engine = self._training, self._training.engine
         self.synchronize()
         engine.extend(self._layout, self._all_params)
         if self._ddp is None:
@@ -258,22 +266,21 @@ class ShardedOptimizer(PartitionedOptimizer):
         if self._join is not None and self._join_config.enable:
             self._check_order()
             self._join.step()
-        self._running.run(joining=self._join_config.enable)
-        self._has_state = True
+        self._training.run(joining=self._join_config.enable)
         return None if closure is None else closure()
 
     def synchronize(self) -> None:
         """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
-        self._running.synchronize()
+        self._training.synchronize()
 
     def _check_usable(self) -> None:
-        self._running.check_usable()
+        self._training.check_usable()
 
     # ------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were reduced too."""
-        engine = self._running.engine
+        engine = self._training.engine
         if set_to_none or self._settings.reduction == "all":
             engine.drop_all()
             super().zero_grad(set_to_none)
@@ -284,7 +291,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
-        return self._ddp.no_sync() if self._ddp is not None else self._running.engine.paused()
+        return self._ddp.no_sync() if self._ddp is not None else self._training.engine.paused()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients together, as torch would find it on whole gradients; the same on all ranks."""
@@ -304,7 +311,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _clip(self, max_norm: float, norm_type: float) -> float:
         if self._join is not None and self._join_config.enable:
             self._join.clip(max_norm, float(norm_type))
-        return self._running.clip(max_norm, float(norm_type))
+        return self._training.clip(max_norm, float(norm_type))
 
     def _as_norm(self, value: float) -> Tensor:
         return torch.tensor(value, device=self.join_device)
@@ -318,7 +325,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         What is shaped like the parameter is a flat view of the owned elements where a parameter may be cut.
         """
         refuse_dcp("ShardedOptimizer")
-        return {} if self._step is None else self._state.leaves.by_parameter()
+        return {} if self._training_step is None else self._state.leaves.by_parameter()
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -331,7 +338,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         return self._state.consolidated(self._all_state_dicts)
 
     def _load_whole(self, state_dict: StateDict) -> None:
-        self._has_state = self._state.load_whole(state_dict)
+        self._state.load_whole(state_dict)
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
@@ -341,16 +348,16 @@ class ShardedOptimizer(PartitionedOptimizer):
             rank=self.rank,
             writes=self._ranks.replicas.rank == 0,
             layout=self._layout,
-            params=self._running.engine.buckets.params,
+            params=self._training.engine.buckets.params,
             groups=self.param_groups,
             optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
-            step=self._running.count,
+            step=self._training.count,
             saves=self._saves,
-            ensure_complete=self._running.ensure_complete,
+            ensure_complete=self._training.ensure_complete,
             param_states=self._state.leaves.param_states,
             global_state=dict,
             group_optimizer=self._state.group_optimizer,
-            loads_whole_state=self._running.verifies,
+            loads_whole_state=self._training.verifies,
             restore=self._restore,
             mark_broken=self._health.mark_broken,
         )
@@ -362,7 +369,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         def apply() -> None:
             replace()
-            self._has_state, self._all_state_dicts = bool(saved), []
+            self._all_state_dicts = []
 
         return apply
 
@@ -371,7 +378,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self._running.engine.buckets.params[0].device
+        return self._training.engine.buckets.params[0].device
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The shadow of this optimizer on a rank that has run out of inputs; every keyword is ignored.
@@ -380,8 +387,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         """
         in_ddp = self._ddp is not None
         if self._join is None:
-            self._join = JoinProtocol(self, self._running, self.param_groups, in_ddp, self._ranks.everyone)
-        self._running.engine.enter_join(self._join.active, None if in_ddp else self._join.backward)
+            groups = weakly(self._current_groups)
+            self._join = JoinProtocol(self, self._training, groups, in_ddp, self._ranks.everyone)
+        # Weakly: the protocol holds the engine.
+        on_backward = None if in_ddp else weakly(self._join.backward)
+        self._training.engine.enter_join(weakly(self._join.active), on_backward)
         self._join_contexts += 1
         return ShardedJoinHook(self._join, partial(weakly(self._leave_join_context), self._join_contexts))
 
@@ -394,7 +404,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _leave_join_context(self, number: int) -> None:
         """Go on alone, unless a later context has begun."""
         if number == self._join_contexts and self._join is not None:
-            self._running.engine.stop_announcing()
+            self._training.engine.stop_announcing()
             self._join.end()
             self._join_config = self._not_joining
 
@@ -402,11 +412,13 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def stats(self) -> Stats:
         """Bytes moved and held, time waited and how even the shares are, since the optimizer was built; local."""
-        engine, layout = self._running.engine, self._layout
+        engine, layout = self._training.engine, self._layout
         loads = [layout.load(rank) for rank in range(self.world_size)]
         sent, received = engine.traffic()
+        with engine.lock:  # another thread may be training
+            gradient_bytes, state_bytes = engine.reduction.nbytes, self._state.nbytes()
         return Stats(
-            steps=self._running.count,
+            steps=self._training.count,
             rank=self.rank,
             world_size=self.world_size,
             buckets=len(layout.buckets),
@@ -415,8 +427,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             imbalance=max(loads) * self.world_size / max(1, sum(loads)),
             bytes_sent=sent,
             bytes_received=received,
-            gradient_bytes=engine.reduction.nbytes,
-            state_bytes=self._state.nbytes(),
+            gradient_bytes=gradient_bytes,
+            state_bytes=state_bytes,
             wait_seconds=self._timer.wait_seconds,
         )
 

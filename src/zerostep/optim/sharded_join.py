@@ -59,7 +59,7 @@ class JoinProtocol:
     """
 
     def __init__(
-        self, optimizer: Any, step: TrainingStep, groups: list[Group], in_ddp: bool, transport: Transport
+        self, optimizer: Any, step: TrainingStep, groups: Callable[[], list[Group]], in_ddp: bool, transport: Transport
     ) -> None:
         self._optimizer = ref(optimizer)
         self._step, self._groups, self._in_ddp, self._transport = step, groups, in_ddp, transport.companion()
@@ -100,7 +100,7 @@ class JoinProtocol:
         if self._transport.rank == kinds.index(STEP):
             for rank, kind in enumerate(kinds):
                 if kind == JOINED:
-                    send_object(self._transport, gradients_and_options(self._needed(rank), self._groups), rank)
+                    send_object(self._transport, gradients_and_options(self._needed(rank), self._groups()), rank)
 
     def end(self) -> None:
         """The context has ended; the next one needs announcements of its own."""
@@ -123,7 +123,7 @@ class JoinProtocol:
     @contextmanager
     def received(self) -> Iterator[None]:
         """Inside, this rank has the options and gradients that the live ranks step with."""
-        copy_options(self._received["options"], self._groups)
+        copy_options(self._received["options"], self._groups())
         with with_gradients(self._needed(self._transport.rank), self._received["gradients"]):
             yield
 

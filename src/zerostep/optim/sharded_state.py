@@ -17,12 +17,14 @@ from zerostep.state.param_state import DictState, SavedState, StateDict
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.training_step import TrainingStep
 
+Groups = Callable[[], list[Group]]  # the user may replace the list
+
 
 class ShardedState:
     """State dicts and checkpoints, for leaves that lie on all ranks."""
 
     def __init__(
-        self, step: TrainingStep, inners: InnerOptimizers, groups: list[Group], planner: LayoutPlanner, ranks: Ranks
+        self, step: TrainingStep, inners: InnerOptimizers, groups: Groups, planner: LayoutPlanner, ranks: Ranks
     ) -> None:
         self._step, self._inners, self._groups, self._planner, self._ranks = step, inners, groups, planner, ranks
         self._buckets = step.engine.buckets
@@ -35,21 +37,20 @@ class ShardedState:
 
     def consolidated(self, parts: Sequence[Any]) -> StateDict:
         """What was collected, as one state dict."""
-        groups = [{k: v for k, v in group.items() if k != CLASS_KEY} for group in pack_groups(self._groups)]
+        groups = [{k: v for k, v in group.items() if k != CLASS_KEY} for group in pack_groups(self._groups())]
         return {"state": assemble(parts, self._buckets.params), "param_groups": groups}
 
-    def load_whole(self, state_dict: StateDict) -> bool:
-        """Replace state and options by this rank's part of a state dict; whether it had any state."""
-        optimizers = [self._inners.of(group) for group in range(len(self._groups))]
-        numbers = validate(state_dict, self._groups, optimizers, {})
+    def load_whole(self, state_dict: StateDict) -> None:
+        """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
+        optimizers = [self._inners.of(group) for group in range(len(self._groups()))]
+        numbers = validate(state_dict, self._groups(), optimizers, {})
         saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
         chosen = [options(dict(group)) for group in state_dict["param_groups"]]
         self._step.engine.recover()
         params = self._buckets.params
         self.leaves.load({number: DictState(entry, params[number]) for number, entry in saved.items()}, chosen)
         self._step.load_reference(saved, chosen)
-        self._step.loaded()
-        return bool(saved)
+        self._step.loaded(bool(saved))
 
     def prepare_restore(
         self, saved: Mapping[int, SavedState], options: Sequence[Group], step: int
@@ -63,13 +64,13 @@ class ShardedState:
             compared = saved if self._step.verifies else {}
             whole = {number: {key: state.whole(key) for key in state.names()} for number, state in compared.items()}
             self._step.load_reference(whole, options)
-            self._step.loaded(step)
+            self._step.loaded(bool(saved), step)
 
         return apply
 
     def group_optimizer(self, group: int) -> GroupOptimizer:
         """The class and the options that make the state of a group's parameters."""
-        planner, chosen = self._planner, self._groups[group]
+        planner, chosen = self._planner, self._groups()[group]
         optimizer_class = class_of(chosen, planner.default_class)
         constructor = planner.constructor_options(optimizer_class)
         return GroupOptimizer(optimizer_class, constructor, own_options(chosen), planner.settings.master_dtype)

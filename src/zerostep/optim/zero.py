@@ -33,7 +33,7 @@ from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
-from zerostep.step.labels import label_range
+from zerostep.step.labels import recorded_range
 from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapHost, OverlapState
 from zerostep.step.weak import weakly
@@ -88,7 +88,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
         self._join: ZeroJoin | None = None
         self._join_hook: ZeroJoinHook | None = None
-        self._steps, self._has_state = 0, False
+        self._steps, self._state_exists = 0, False
         self._health = Health()
         with agreed(self._transport) as agreement:
             if error is not None:
@@ -206,7 +206,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         copy_options(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = closure
-        with label_range("update"):
+        with recorded_range("update"):
             loss = self.optim.step(**kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
@@ -219,11 +219,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             raise self._fail(
                 f"rank {failed[0]} failed in its local update, so its parameters are those of the step before"
             )
-        self._steps, self._has_state = self._steps + 1, True
+        self._steps, self._state_exists = self._steps + 1, True
 
     def _gather(self, status: int) -> list[int]:
         try:
-            with label_range("gather"):
+            with recorded_range("gather"):
                 return self._active_transport.gather(self._bucket_memories, status, self._owners.fingerprint)
         except Exception as error:
             raise self._fail(f"the exchange of parameters failed: {error}") from error
@@ -337,7 +337,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         return self._owners
 
     def _end_step_in_backward(self) -> None:
-        self._steps, self._has_state = self._steps + 1, True
+        self._steps, self._state_exists = self._steps + 1, True
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:
@@ -349,6 +349,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _zero_state(self) -> ZeroState:
         return ZeroState(self.optim, self.param_groups, self._inner_index)
 
+    @property
+    def _has_state(self) -> bool:
+        return self._state_exists
+
     def _collect_state(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
         return collect(self._transport, self.optim, self._inner_index, to)
@@ -358,7 +362,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _load_whole(self, state_dict: StateDict) -> None:
         self._zero_state.load_whole(state_dict, self.state, self._has_state)
-        self._has_state = bool(state_dict["state"])
+        self._state_exists = bool(state_dict["state"])
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
@@ -393,7 +397,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
         def apply() -> None:
             replace()
-            self._has_state, self._steps = bool(saved), step
+            self._state_exists, self._steps = bool(saved), step
             self._all_state_dicts = []
             self._health.mark_recovered()
 

@@ -341,7 +341,7 @@ class Engine:
         failure = self._updater.update(chosen, inners)
         if self._control.blocks_host:
             self._pending_status = self._control.start_all_gather_ints([failure is not None])
-        self._updater.launch_late(chosen)
+        self._updater.launch_deferred(chosen)
         if failure is not None:
             self.gathers.wait()
             raise failure

@@ -26,7 +26,7 @@ class GradBuffers:
         """Copy a gradient into its bucket, scaled; a small one is kept and copied with its neighbours later."""
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        if self._plan.holds_back(param) and grad.stride() == self._plan.params[param].stride() and grad.is_contiguous():
+        if self._plan.held_back[param] and grad.stride() == self._plan.params[param].stride() and grad.is_contiguous():
             self._small[param] = grad
         else:
             self._write(param, grad)
@@ -36,14 +36,18 @@ class GradBuffers:
         for bucket in {self._plan.bucket_of[param] for param in self._small}:
             self._write_small(bucket)
 
-    def take(self, bucket: int, written: set[int]) -> Tensor:
+    def fill(self, bucket: int, written: set[int]) -> Tensor:
         """The full buffer of a bucket, ready to be launched; parameters that are not in `written` count as zero."""
         memory = self._memory(bucket)
         self._write_small(bucket)
         for slot in self._plan.layout.buckets[bucket].slots:
             if slot.param not in written:
                 memory[slot.span.start : slot.span.stop].zero_()
-        return self._buffers.pop(bucket)
+        return memory
+
+    def drop(self, bucket: int) -> None:
+        """Forget the buffer of a bucket that was launched."""
+        del self._buffers[bucket]
 
     @property
     def nbytes(self) -> int:

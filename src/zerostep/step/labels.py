@@ -59,8 +59,8 @@ def label_range(
     return record_function(str(Label(phase, bucket, last, waits)))
 
 
-def thread_range(phase: str, bucket: int) -> AbstractContextManager[object]:
-    """A range on a thread of our own; always made, because a profiler of another thread may record it unseen."""
+def recorded_range(phase: str, bucket: int | None = None) -> AbstractContextManager[object]:
+    """A range that is always made: observers, and profilers of other threads, may record it unseen."""
     return record_function(str(Label(phase, bucket)))
 
 

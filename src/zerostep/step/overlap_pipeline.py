@@ -31,7 +31,7 @@ from zerostep.plan.ownership import Ownership
 from zerostep.plan.partition import restrict
 from zerostep.step.ddp_hook import as_stored
 from zerostep.step.inner_optimizers import PartialSteps
-from zerostep.step.labels import stepping_in_backward, thread_range
+from zerostep.step.labels import recorded_range, stepping_in_backward
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
 GradientCallback = Callable[[Sequence[Tensor], Sequence[Any]], None]
@@ -119,9 +119,9 @@ class OverlapPipeline:
         self._used.update(zip(arrived.plan.params, wanted, strict=True))
         failed_before = self._error is not None
         if not failed_before:
-            with thread_range("update", arrived.index), stepping_in_backward():
+            with recorded_range("update", arrived.index), stepping_in_backward():
                 self._try_update(arrived, reduced, wanted)
-        with thread_range("gather", arrived.index):
+        with recorded_range("gather", arrived.index):
             status = _UPDATED if self._error is None else _FAILED
             statuses = transport.gather(arrived.plan.memories, status, arrived.plan.fingerprint)
         if any(statuses) and len(statuses) > 1 and not failed_before:

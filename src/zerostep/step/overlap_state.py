@@ -97,6 +97,10 @@ class OverlapState:
         self.refuse_changed_parameters()
         self._running.set_callback(self._callback)
 
+    def check_usable(self) -> None:
+        """Raise if a step has failed half-way."""
+        self._host.check_usable()
+
     def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> ArrivedBucket:
         """Note a bucket whose reduction begins; runs on the thread of backward."""
         return self._running.arrive(bucket, used)
@@ -109,7 +113,6 @@ class OverlapState:
         self, arrived: ArrivedBucket, reduced: Tensor | Exception, transport: Transport, control: Transport
     ) -> None:
         """Update and gather one bucket; all ranks, in the order of the buckets. Runs where the bucket runner runs."""
-        self._host.check_usable()
         try:
             self._running.process(arrived, reduced, transport, control)
         except TransportError as error:

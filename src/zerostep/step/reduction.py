@@ -98,10 +98,10 @@ class Reduction:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sums, of buckets that are filled or in flight, and of the buffers that receive them."""
+        """Bytes of sums, of memory kept for the next ones, of buckets filled or in flight, and of receive buffers."""
         in_flight = sum(each.memory.untyped_storage().nbytes() + each.pending.nbytes for each in self._in_flight)
-        storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in self._sums.values()}
-        return sum(storages.values()) + in_flight + self._buffers.nbytes
+        kept = (part.untyped_storage() for part in [*self._sums.values(), *self._reusable.values()])
+        return sum({storage._cdata: storage.nbytes() for storage in kept}.values()) + in_flight + self._buffers.nbytes
 
     # ------------------------------------------------------------------ one pass
 
@@ -221,9 +221,11 @@ class Reduction:
         bucket = self._order[self._next]
         while len(self._in_flight) >= _MOST_IN_FLIGHT:
             self._finish_oldest()
-        memory = self._buffers.take(bucket, self._written)
+        memory = self._buffers.fill(bucket, self._written)
         with self._timer.phase("reduce", bucket):
             pending = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
+        # Only now: if the launch failed, the bucket can be launched again with what was written to it.
+        self._buffers.drop(bucket)
         self._in_flight.append(_InFlight(self._passes, bucket, pending, memory))
         del self._missing[bucket]
         self._next += 1

@@ -35,9 +35,10 @@ class ReductionPlan:
         """The bucket of each parameter."""
         return [self.layout.place_of(param)[0] for param in range(len(self.layout.params))]
 
-    def holds_back(self, param: int) -> bool:
-        """Whether the gradients of a parameter are held until their bucket is launched."""
-        return self.layout.params[param].numel < self.small
+    @cached_property
+    def held_back(self) -> list[bool]:
+        """For each parameter, whether its gradients are held until their bucket is launched."""
+        return [spec.numel < self.small for spec in self.layout.params]
 
     def trained(self, trainable: Sequence[bool]) -> dict[int, frozenset[int]]:
         """The trainable parameters of each bucket, in launch order; buckets without one are left out."""

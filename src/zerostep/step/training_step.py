@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from zerostep.step.reference import ReferenceOptimizer
 
 
 class TrainingStep:
-    """Runs steps over an engine, inner optimizers and the user's parameter groups.
+    """Runs steps over an engine, inner optimizers and the user's parameter groups, which the user may replace.
 
     On a rank that has joined, the thread of its join hook calls `run` in place of the user's.
     """
@@ -30,7 +30,7 @@ class TrainingStep:
         self,
         engine: Engine,
         inners: InnerOptimizers,
-        groups: Sequence[Group],
+        groups: Callable[[], Sequence[Group]],
         source: GradSource,
         saves: BackgroundSaves,
         health: Health,
@@ -39,12 +39,17 @@ class TrainingStep:
         self._engine, self._inners, self._groups, self._source = engine, inners, groups, source
         self._saves, self._health, self._settings = saves, health, settings
         self._reference: ReferenceOptimizer | None = None
-        self._count = 0
+        self._count, self._has_state = 0, False
 
     @property
     def count(self) -> int:
         """Steps so far."""
         return self._count
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the inner optimizers may hold state, from a step or from what was loaded."""
+        return self._has_state
 
     @property
     def rank(self) -> int:
@@ -65,8 +70,8 @@ class TrainingStep:
             if self._settings.gather == "step" or joining:
                 self._raise_if_peer_failed()
                 self.synchronize()
-        self._inners.pull(self._groups)
-        self._count += 1
+        self._inners.pull(self._groups())
+        self._count, self._has_state = self._count + 1, True
         self._compare_with_reference()
 
     def _follow_params(self) -> None:
@@ -76,7 +81,7 @@ class TrainingStep:
         self._engine.buckets.follow_params()
         self.add_leaves(self._engine.buckets.bind_trainable())
         self._source.extend(self._engine.buckets.params)
-        self._inners.push(self._groups)
+        self._inners.push(self._groups())
 
     def add_leaves(self, leaves: Sequence[Leaf]) -> None:
         """Give new leaves to the inner optimizers of their groups."""
@@ -122,11 +127,11 @@ class TrainingStep:
             self._engine.grad_ops.scale(factor)
         return total
 
-    def loaded(self, count: int | None = None) -> None:
+    def loaded(self, has_state: bool, count: int | None = None) -> None:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
-        self._inners.pull(self._groups)
+        self._inners.pull(self._groups())
         self._health.mark_recovered()
-        self._count = self._count if count is None else count
+        self._has_state, self._count = has_state, self._count if count is None else count
 
     # ------------------------------------------------------------------ verification
 
@@ -155,7 +160,7 @@ class TrainingStep:
 
     def _step_reference(self) -> None:
         if self._reference is not None:
-            self._reference.step(self._groups, self._engine.buckets.params, self._engine.whole_gradients())
+            self._reference.step(self._groups(), self._engine.buckets.params, self._engine.whole_gradients())
 
     def _compare_with_reference(self) -> None:
         if self._reference is not None:

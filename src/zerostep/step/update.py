@@ -58,7 +58,7 @@ class Updater:
         partial_steps.end()
         return failure
 
-    def launch_late(self, chosen: Sequence[int]) -> None:
+    def launch_deferred(self, chosen: Sequence[int]) -> None:
         """With `gather="forward"`: launch all gathers, in the order in which the next forward pass needs them."""
         if self._gather == "forward":
             # Small buckets hold norms and biases, which forward needs everywhere; then come the first layers.
@@ -74,8 +74,9 @@ class Updater:
         leaves = list[Leaf]()
         try:
             for bucket in batch:
+                shard = self._buckets.bind(bucket)
                 part = owned_part(self._buckets, bucket) if self._whole else self._reduction.sums[bucket]
-                for leaf in self._used_leaves(self._buckets.bind(bucket), inners):
+                for leaf in self._used_leaves(shard, inners):
                     leaf.tensor.grad = leaf.view(part).to(leaf.tensor.dtype)
                     leaves.append(leaf)
             with self._timer.phase("update", batch[0], batch[-1]):

@@ -48,7 +48,7 @@ def gradient_bytes(
         if layout.params[param].trainable:
             grad = torch.empty_like(plan.params[param])
             bucket = layout.buckets[plan.bucket_of[param]]
-            exchange.expect(bucket, 0 if in_ddp else grad.nbytes, plan.holds_back(param))
+            exchange.expect(bucket, 0 if in_ddp else grad.nbytes, plan.held_back[param])
             reduction.arrive(param, grad, accumulate=False)
     return exchange.totals()
 
