@@ -16,7 +16,7 @@ from zerostep import consolidate
 from zerostep.checkpoint import stored_tensor as stored
 from zerostep.checkpoint.directory import read_manifest
 from zerostep.checkpoint.reshard import reshard
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
 from zerostep.plan.partition import divide, plan
 
@@ -45,7 +45,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         return plan(found, world)
     if way == "fill":
         sizes = [getattr(torch, spec.dtype).itemsize for spec in found]
-        return fill(found, world, 32, sizes, [Cost(spec.numel * 8) for spec in found])
+        return plan_buckets(found, world, 32, sizes, [Cost(spec.numel * 8) for spec in found])
     return _mixed(found, world)
 
 

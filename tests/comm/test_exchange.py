@@ -15,7 +15,7 @@ from zerostep.comm import exchange
 from zerostep.comm.exchange import Exchange, HostExchange, NullExchange, StreamExchange
 from zerostep.comm.transport import GroupTransport
 from zerostep.comm.transport import connect as connect_transport
-from zerostep.plan.buckets import Cost, fill, padded_size
+from zerostep.plan.buckets import Cost, padded_size, plan_buckets
 from zerostep.plan.layout import Bucket, ParamSpec, Slot, Span
 
 World = int | tuple[int, ...]
@@ -216,7 +216,7 @@ def test_the_same_sum_on_every_run(pool: Pool, world: World) -> None:
 def _buckets(world_size: int) -> list[Bucket]:
     """Even, padded, uneven and empty parts."""
     loose = [[ParamSpec("p", (size,), "float32", splittable=True)] for size in (12, 13, 1, 0, 70_000)]
-    even = [fill(specs, world_size, 1 << 30, [4], [Cost(1)]).buckets[0] for specs in loose]
+    even = [plan_buckets(specs, world_size, 1 << 30, [4], [Cost(1)]).buckets[0] for specs in loose]
     return [*even, *(_bucket(cuts) for cuts in CUTS[world_size] if cuts[-1])]
 
 

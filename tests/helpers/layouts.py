@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.layout import Layout, ParamSpec
 
 WORLD_SIZES = st.integers(1, 9)
@@ -32,7 +32,7 @@ def spec_lists(draw: st.DrawFn, largest: int = 60) -> list[ParamSpec]:
 
 def fill_layout(specs: list[ParamSpec], world_size: int, bucket_bytes: int = 1 << 20) -> Layout:
     costs = [Cost(STATE_BYTES * spec.numel, work=spec.numel**2 * (not spec.splittable)) for spec in specs]
-    return fill(specs, world_size, bucket_bytes, [ITEMSIZES[spec.dtype] for spec in specs], costs)
+    return plan_buckets(specs, world_size, bucket_bytes, [ITEMSIZES[spec.dtype] for spec in specs], costs)
 
 
 layouts = st.builds(fill_layout, spec_lists(), WORLD_SIZES, BUCKET_BYTES)

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerostep.comm.transport import BucketMemory
 from zerostep.memory.bucket_memory import FlatBucket, ScatteredBucket, make_bucket_memories
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.groups import param_specs
 from zerostep.plan.layout import Layout, ParamSpec
 from zerostep.plan.partition import plan
@@ -256,7 +256,7 @@ def test_flat_parameters_lie_where_fast_kernels_like_them(splittable: bool) -> N
     """Between others of odd sizes, in the order that buckets have."""
     sizes = [3, 8, 5, 4, 1, 16]
     specs = [ParamSpec(f"p{i}", (size,), "float32", splittable=splittable) for i, size in enumerate(sizes)]
-    layout = fill(specs, 1, 1 << 20, [4] * 6, [Cost(size) for size in sizes])
+    layout = plan_buckets(specs, 1, 1 << 20, [4] * 6, [Cost(size) for size in sizes])
     params = _params(*[torch.zeros(size) for size in sizes])
     bucket_memories = make_bucket_memories(layout, params, as_views=True)
     assert len(bucket_memories) == (1 if splittable else 2)

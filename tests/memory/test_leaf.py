@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn, optim
 
 from zerostep.memory.leaf import Leaf, clone_scalars, cut_leaves, split, view_state
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.layout import Layout, ParamSpec, Span
 from zerostep.step.inner_optimizers import InnerOptimizers
 
 
 def _layout(specs: list[ParamSpec], world_size: int) -> Layout:
-    return fill(specs, world_size, 1 << 20, [4] * len(specs), [Cost(spec.numel) for spec in specs])
+    return plan_buckets(specs, world_size, 1 << 20, [4] * len(specs), [Cost(spec.numel) for spec in specs])
 
 
 def _loose(*sizes: int, group: int = 0) -> list[ParamSpec]:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from zerostep.plan.buckets import Cost, extend, fill, padded_size
+from zerostep.plan.buckets import Cost, extend, padded_size, plan_buckets
 from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
 
 
@@ -22,7 +22,7 @@ def _atomic(*sizes: int) -> list[ParamSpec]:
 def _fill(specs: list[ParamSpec], world_size: int, bucket_bytes: int = 1 << 30, per_element: int = 8) -> Layout:
     """Every element costs the same state."""
     costs = [Cost(per_element * spec.numel) for spec in specs]
-    return fill(specs, world_size, bucket_bytes, [4] * len(specs), costs)
+    return plan_buckets(specs, world_size, bucket_bytes, [4] * len(specs), costs)
 
 
 def _members(layout: Layout) -> list[list[int]]:
@@ -67,8 +67,8 @@ def test_whole_parameters_of_odd_sizes_have_buckets_of_their_own() -> None:
 
 def test_what_is_odd_is_a_matter_of_bytes() -> None:
     specs = _loose(4, 8, dtype="bfloat16")
-    assert _members(fill(specs, 1, 64, [2, 2], [Cost(8), Cost(16)])) == [[1, 0]]
-    assert _members(fill(specs, 1, 64, [4, 4], [Cost(8), Cost(16)])) == [[0, 1]]
+    assert _members(plan_buckets(specs, 1, 64, [2, 2], [Cost(8), Cost(16)])) == [[1, 0]]
+    assert _members(plan_buckets(specs, 1, 64, [4, 4], [Cost(8), Cost(16)])) == [[0, 1]]
 
 
 def test_a_parameter_that_does_not_fit_opens_a_bucket() -> None:
@@ -126,15 +126,15 @@ def test_splittable_parameters_level_the_state_of_atomic_ones() -> None:
 def test_state_counts_and_not_elements() -> None:
     """Rank 0 has an atomic parameter with much state, so the splittable elements go to rank 1."""
     specs = [*_atomic(10), *_loose(10)]
-    layout = fill(specs, 2, 1 << 20, [4, 4], [Cost(state=80), Cost(state=80)])
+    layout = plan_buckets(specs, 2, 1 << 20, [4, 4], [Cost(state=80), Cost(state=80)])
     assert layout.buckets[0].cuts == (0, 0, 10)
-    layout = fill(specs, 2, 1 << 20, [4, 4], [Cost(state=0), Cost(state=80)])
+    layout = plan_buckets(specs, 2, 1 << 20, [4, 4], [Cost(state=0), Cost(state=80)])
     assert layout.buckets[0].cuts == (0, 5, 10)
 
 
 def test_work_counts_beside_state() -> None:
     costs = [Cost(1, work=90), Cost(1, work=10), Cost(1, work=10), Cost(1, work=10)]
-    layout = fill(_atomic(1, 1, 1, 1), 2, 1 << 20, [4] * 4, costs)
+    layout = plan_buckets(_atomic(1, 1, 1, 1), 2, 1 << 20, [4] * 4, costs)
     assert [layout.owner_of(param) for param in range(4)] == [0, 1, 1, 1]
 
 
@@ -211,7 +211,7 @@ def test_state_is_level_within_two_percent_beside_matrices_that_stay_whole(world
         Cost(8 * spec.numel) if spec.splittable else Cost(4 * spec.numel, spec.numel * min(spec.shape))
         for spec in specs
     ]
-    layout = fill(specs, world_size, 5 << 20, [4] * len(specs), costs)
+    layout = plan_buckets(specs, world_size, 5 << 20, [4] * len(specs), costs)
     assert max(_states(layout, costs)) <= 1.02 * sum(cost.state for cost in costs) / world_size
 
 
@@ -219,7 +219,7 @@ def test_state_is_level_where_groups_cost_differently() -> None:
     """SGD without momentum beside AdamW: neighbours in a bucket, but not alike in bytes."""
     specs = [*_loose(*[1000] * 8, group=0), *_loose(*[1000] * 8, group=1)]
     costs = [Cost(8 * spec.numel * spec.group) for spec in specs]
-    layout = fill(specs, 2, 1 << 20, [4] * 16, costs)
+    layout = plan_buckets(specs, 2, 1 << 20, [4] * 16, costs)
     assert max(_states(layout, costs)) <= 1.02 * sum(cost.state for cost in costs) / 2
 
 

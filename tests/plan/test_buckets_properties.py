@@ -17,7 +17,7 @@ from tests.helpers.layouts import (
     layouts,
     spec_lists,
 )
-from zerostep.plan.buckets import Cost, extend, fill, padded_size
+from zerostep.plan.buckets import Cost, extend, padded_size, plan_buckets
 from zerostep.plan.layout import Layout, ParamSpec
 
 patient = settings(deadline=None)
@@ -164,7 +164,7 @@ def test_long_parts_start_where_vectors_do(sizes: list[int], world_size: int) ->
 def test_whole_parameters_are_balanced_by_state_and_work(costs: list[tuple[int, int, bool]], world_size: int) -> None:
     """The bound of every list schedule: the average and the largest, for trained parameters by themselves too."""
     specs = [ParamSpec(f"p{i}", (1,), "float32", trainable=trained) for i, (_, _, trained) in enumerate(costs)]
-    layout = fill(specs, world_size, 1 << 20, [4] * len(specs), [Cost(state, work) for state, work, _ in costs])
+    layout = plan_buckets(specs, world_size, 1 << 20, [4] * len(specs), [Cost(state, work) for state, work, _ in costs])
     state, work = (sum(cost[i] for cost in costs) or 1 for i in range(2))
     weights = [cost[0] / state + cost[1] / work for cost in costs]
     for chosen in ([trained for _, _, trained in costs], [True] * len(costs)):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tests.helpers.reference import ELEMENTWISE, MATRIXWISE, OPTIMIZERS, assert_same_state_dict
 from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.layout import Layout, ParamSpec
 from zerostep.state.consolidate import assemble, to_plain
 from zerostep.state.param_state import DictState, entry_for, fits_one_leaf, param_states_of
@@ -53,7 +53,7 @@ def _gradients(params: Sequence[Tensor], step: int) -> list[Tensor]:
 
 def _layout(params: Sequence[Tensor], world_size: int, bucket_bytes: int, splittable: bool = True) -> Layout:
     specs = [ParamSpec(f"p{i}", tuple(p.shape), "float32", splittable=splittable) for i, p in enumerate(params)]
-    return fill(specs, world_size, bucket_bytes, [4] * len(specs), [Cost(spec.numel) for spec in specs])
+    return plan_buckets(specs, world_size, bucket_bytes, [4] * len(specs), [Cost(spec.numel) for spec in specs])
 
 
 class Rank:
@@ -255,7 +255,7 @@ def test_what_is_shaped_like_the_parameter_may_have_any_name(name: str) -> None:
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_state_keeps_its_precision(order: torch.memory_format) -> None:
     low = nn.Parameter(torch.zeros(2, 3, 2, 2, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
-    layout = fill([ParamSpec("p", (2, 3, 2, 2), "bfloat16", splittable=True)], 1, 80, [2], [Cost(1)])
+    layout = plan_buckets([ParamSpec("p", (2, 3, 2, 2), "bfloat16", splittable=True)], 1, 80, [2], [Cost(1)])
     (leaf,) = Shard(layout, 0, 0, [low], torch.float32).leaves
     value = (torch.arange(24.0) / 7).view(2, 3, 2, 2).to(memory_format=order)
     found = entry_for(leaf, _states({0: {"average": value}}, [low]))["average"]

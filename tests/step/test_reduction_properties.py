@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.reference import assert_same_bits
 from zerostep.comm.exchange import NullExchange, PendingReduce
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.reduction import Reduction
@@ -138,7 +138,7 @@ class World:
 
 def _world(specs: Sequence[ParamSpec], world_size: int, scale: float = 1.0) -> World:
     """Buckets of about twenty elements."""
-    layout = fill(specs, world_size, 80, [4] * len(specs), [Cost(spec.numel) for spec in specs])
+    layout = plan_buckets(specs, world_size, 80, [4] * len(specs), [Cost(spec.numel) for spec in specs])
     net = Net(layout)
     ranks = [
         _rank(net, rank, [nn.Parameter(torch.zeros(spec.shape)) for spec in specs], scale) for rank in range(world_size)
@@ -402,7 +402,7 @@ def test_a_bucket_s_memory_is_used_again_when_it_has_landed() -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_memory_is_let_go_with_the_gradients(whole: bool) -> None:
-    layout = fill(_specs([30]), 1, 80, [4], [Cost(30)])
+    layout = plan_buckets(_specs([30]), 1, 80, [4], [Cost(30)])
     plan = ReductionPlan(layout, 0, [nn.Parameter(torch.zeros(30))], [NullExchange()], [torch.float32], 1.0, whole)
     reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
     memories = list[StorageWeakRef]()
@@ -466,7 +466,7 @@ def test_the_gradient_itself_is_left_alone() -> None:
 def test_elements_lie_in_the_order_of_the_parameter_s_memory(dtype: torch.dtype) -> None:
     """In channels-last memory, whatever the memory of the gradient; and another dtype where that was asked for."""
     param = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
-    layout = fill([ParamSpec("p", (2, 3, 2, 2), "float32", splittable=True)], 1, 80, [4], [Cost(1)])
+    layout = plan_buckets([ParamSpec("p", (2, 3, 2, 2), "float32", splittable=True)], 1, 80, [4], [Cost(1)])
     plan = ReductionPlan(layout, 0, [param], [NullExchange()], [dtype], 0.5, whole=False)
     reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
     gradient = torch.arange(24.0).view(2, 3, 2, 2)
@@ -487,7 +487,7 @@ def test_a_sparse_gradient_is_made_dense() -> None:
 
 
 def test_a_replica_s_sum_is_kept() -> None:
-    layout = fill(_specs([4]), 1, 80, [4], [Cost(4)])
+    layout = plan_buckets(_specs([4]), 1, 80, [4], [Cost(4)])
     plan = ReductionPlan(layout, 0, [nn.Parameter(torch.zeros(4))], [NullExchange()], [torch.float32], 1.0, whole=False)
     reduction = Reduction(plan, lambda part: part * 3, PhaseTimer(), lambda: None)
     reduction.arrive(0, torch.ones(4), False)

@@ -1,6 +1,12 @@
-"""Which rank owns which elements: parameter specs, partitioning, buckets and layouts.
+"""Who owns which elements: everything is computed from parameter groups and world sizes.
 
-Everything here is computed from parameter groups and world sizes: no communication, and no memory for parameters.
-This package imports nothing else of zerostep. Read `layout` first, then `partition` (whole parameters), `buckets`
-(many buckets in backward order) and `layout_planner`, which chooses between them for the sharded optimizer.
+No communication, no memory for parameters; imports nothing else of zerostep. Read `layout` first.
+
+| module | what it decides |
+|---|---|
+| `layout_planner`, `buckets` | the layout of `ShardedOptimizer`: many buckets, in backward order |
+| `ownership`, `partition` | the layout of `ZeroRedundancyOptimizer`: whole parameters; resharding of checkpoints |
+| `assign` | what both use: items to the least loaded rank, elements to level the loads, slots and cuts of a bucket |
+| `probe`, `trial`, `cost` | whether an optimizer class allows cutting, and what owning a parameter costs |
+| `groups` | parameter groups: what users may pass, and their specs |
 """

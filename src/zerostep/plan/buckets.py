@@ -23,9 +23,9 @@ _LONG = 256 * _ALIGNMENT
 # Sizes in bytes that are no multiple of this misalign the parameters behind them.
 _FAST_BYTES = 16
 # A parameter is small if a bucket has room for more than this many of its size.
-_MANY = 64
+_SMALL_RATIO = 64
 # A bucket filled to this fraction is closed.
-_ALMOST = 0.75
+_CLOSING_FRACTION = 0.75
 # The last two buckets have at most a half and a quarter of the bytes of the others; listed from the last one on.
 _LAST_DIVISORS = (4, 2)
 
@@ -38,7 +38,7 @@ class Cost:
     work: int = 0
 
 
-def fill(
+def plan_buckets(
     specs: Sequence[ParamSpec],
     world_size: int,
     bucket_bytes: int,
@@ -91,7 +91,7 @@ def padded_size(bucket: Bucket) -> int:
 def even_part(bucket: Bucket) -> int | None:
     """The length of every rank's part if only the last parts are shorter; `None` if the bucket is not cut evenly."""
     world, longest, size = len(bucket.cuts) - 1, bucket.cuts[1], bucket.size
-    # A whole parameter of rank 0 with empty parts behind it would pass for one long part with short ones behind it.
+    # Else a whole parameter of rank 0, with empty parts of the others behind it, would count as cut evenly.
     if not longest or longest != _even_length(size, world):
         return None
     full = size // longest
@@ -137,7 +137,7 @@ def _bucket_members(
         # Whole parameters are sorted by owner, so those that misalign others cannot simply go last.
         misaligns = not spec.splittable and _misaligns(sizes[index])
         # Gradients of norms and biases may come much later than those of the weights beside them, which must not wait.
-        small = sizes[index] * _MANY < bucket_bytes
+        small = sizes[index] * _SMALL_RATIO < bucket_bytes
         alike[spec.device, spec.dtype, spec.trainable, spec.splittable, rate, misaligns, small].append(index)
     buckets = [members for kind in alike.values() for members in _by_size(kind, sizes, bucket_bytes)]
     return sorted(
@@ -177,7 +177,7 @@ def _full_buckets(members: Sequence[int], sizes: Sequence[int], bucket_bytes: in
     buckets: list[list[int]] = []
     filled = bucket_bytes
     for index in members:
-        if filled >= _ALMOST * bucket_bytes or filled + sizes[index] > bucket_bytes:
+        if filled >= _CLOSING_FRACTION * bucket_bytes or filled + sizes[index] > bucket_bytes:
             buckets.append([])
             filled = 0
         buckets[-1].append(index)

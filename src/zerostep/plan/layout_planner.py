@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerostep.plan.buckets import Cost, fill
+from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.cost import CostModel
 from zerostep.plan.groups import Group, OptimizerClass, all_params, class_of, own_options, param_specs
 from zerostep.plan.layout import Layout, ParamSpec
@@ -106,7 +106,7 @@ class LayoutPlanner:
         # Parameters that the model does not list come behind all others.
         end = len(self.positions)
         positions = [self.positions.get(param, end + index) for index, param in enumerate(params)]
-        return fill(specs, world_size, self._bucket_bytes(specs, itemsizes), itemsizes, costs, positions)
+        return plan_buckets(specs, world_size, self._bucket_bytes(specs, itemsizes), itemsizes, costs, positions)
 
     def _bucket_bytes(self, specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> int:
         if self.settings.bucket_mb is not None:

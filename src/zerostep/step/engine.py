@@ -1,7 +1,7 @@
 """One rank's part in the steps of `ShardedOptimizer`, without torch's optimizer interface.
 
 =========== =================================================================================================
-arrive      autograd has finished a gradient: it is copied into its bucket, and a full bucket is launched
+arrived     autograd has finished a gradient: it is copied into its bucket, and a full bucket is launched
 end_passes  the backward passes are over: the rest is launched, and ranks exchange which parameters they used
 update      bucket by bucket, as the sums arrive: the inner optimizers step on the owned parts
 gather      the new parameters go to everyone; waited for at the end of the step or in the next forward pass
@@ -82,13 +82,13 @@ class Engine:
         layout, params, wanted = self.buckets.layout, self.buckets.params, self._settings.reduce_dtype
         firsts = [params[bucket.slots[0].param] for bucket in layout.buckets]
         return ReductionPlan(
-            layout,
-            self.buckets.rank,
-            params,
-            [self.buckets.exchange(bucket) for bucket in range(len(layout.buckets))],
-            [wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts],
-            1.0 / self._ranks.everyone.world_size,
-            self._whole,
+            layout=layout,
+            rank=self.buckets.rank,
+            params=params,
+            exchanges=[self.buckets.exchange(bucket) for bucket in range(len(layout.buckets))],
+            dtypes=[wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts],
+            scale=1.0 / self._ranks.everyone.world_size,  # so that sums over the ranks are averages
+            whole=self._whole,
         )
 
     @property
@@ -114,10 +114,10 @@ class Engine:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         exchanges = {id(exchange): exchange for exchange in [*self.buckets.exchanges, self._control]}.values()
-        across = self._sum_replicas.bytes_moved
+        between_replicas = self._sum_replicas.bytes_moved
         return (
-            across + sum(exchange.bytes_sent for exchange in exchanges),
-            across + sum(exchange.bytes_received for exchange in exchanges),
+            between_replicas + sum(exchange.bytes_sent for exchange in exchanges),
+            between_replicas + sum(exchange.bytes_received for exchange in exchanges),
         )
 
     # ------------------------------------------------------------------ what callers attach

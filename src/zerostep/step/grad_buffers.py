@@ -31,7 +31,7 @@ class GradBuffers:
         else:
             self._write(param, grad)
 
-    def copy_waiting(self) -> None:
+    def copy_held_back(self) -> None:
         """Copy the small gradients now, because their memory is about to be reused."""
         for bucket in {self._plan.bucket_of[param] for param in self._small}:
             self._write_small(bucket)

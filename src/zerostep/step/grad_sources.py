@@ -58,7 +58,7 @@ class AutogradSource(_ParamHooks):
 
 
 class DdpSource:
-    """DDP's communication hook: DDP's buckets give the moment, the layout gives the owners."""
+    """DDP's communication hook. It says when a gradient is ready; DDP's own buckets have no other meaning here."""
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
         self._engine, self._ddp = ref(engine), ref(ddp)
@@ -87,7 +87,7 @@ class DdpSource:
             if grad is None:
                 self._absent.append(param)
             engine.arrived_in_ddp(self._index_of[param], grad)
-        engine.reduction.copy_waiting()  # DDP reuses the memory of its buckets
+        engine.reduction.copy_held_back()  # DDP reuses the memory of its buckets
         if bucket.is_last():
             absent, self._absent = self._absent, []
             if in_backward_pass():

@@ -65,12 +65,12 @@ class InnerOptimizers:
         """The optimizer of an outer group."""
         return self._all[self._classes[group]]
 
-    def push(self, outer: Sequence[Group]) -> None:
+    def push_options(self, outer: Sequence[Group]) -> None:
         """Copy the options of the outer groups to the inner ones."""
         for theirs, ours in zip(outer, self._groups, strict=True):
             ours.update(own_options(theirs))
 
-    def pull(self, outer: Sequence[Group]) -> None:
+    def pull_options(self, outer: Sequence[Group]) -> None:
         """Copy the options of the inner groups to the outer ones."""
         for ours, theirs in zip(self._groups, outer, strict=True):
             theirs.update(own_options(ours))

@@ -1,5 +1,7 @@
 """Gradients to their owners while backward runs: what has arrived, what is in flight, which sums are done.
 
+Each rank multiplies its gradients by 1/N before they are summed, so a sum is the average over the ranks.
+
 A *pass* is one backward pass. Gradients are copied into the buffer of their bucket as they arrive; a full bucket is
 launched when those before it in layout order are launched, and not before, because all ranks must launch in one order.
 At most two buckets are in flight: launching a third first waits for the oldest, of which only the owned part is kept.
@@ -130,9 +132,9 @@ class Reduction:
         missing.discard(param)
         return not missing and self._launch_full()
 
-    def copy_waiting(self) -> None:
+    def copy_held_back(self) -> None:
         """Copy gradients that are still held, because their memory is about to be reused."""
-        self._buffers.copy_waiting()
+        self._buffers.copy_held_back()
 
     def launch_missing(self) -> None:
         """End the pass: launch all remaining buckets, with zeros for gradients that have not arrived."""

@@ -98,7 +98,7 @@ class ReferenceOptimizer:
 
     def step(self, outer: Sequence[Group], params: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
         """Step with these sums, from the parameters as they are now."""
-        self._inners.push(outer)
+        self._inners.push_options(outer)
         for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
             # Only where the user has set a value: elsewhere a master has bits that the parameter lacks.
             if not _same_bits(copy.detach().to(param.dtype), param):

@@ -70,7 +70,7 @@ class TrainingStep:
             if self._settings.gather == "step" or joining:
                 self._raise_if_peer_failed()
                 self.synchronize()
-        self._inners.pull(self._groups())
+        self._inners.pull_options(self._groups())
         self._count, self._has_state = self._count + 1, True
         self._compare_with_reference()
 
@@ -81,7 +81,7 @@ class TrainingStep:
         self._engine.buckets.follow_params()
         self.add_leaves(self._engine.buckets.bind_trainable())
         self._source.extend(self._engine.buckets.params)
-        self._inners.push(self._groups())
+        self._inners.push_options(self._groups())
 
     def add_leaves(self, leaves: Sequence[Leaf]) -> None:
         """Give new leaves to the inner optimizers of their groups."""
@@ -129,7 +129,7 @@ class TrainingStep:
 
     def loaded(self, has_state: bool, count: int | None = None) -> None:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
-        self._inners.pull(self._groups())
+        self._inners.pull_options(self._groups())
         self._health.mark_recovered()
         self._has_state, self._count = has_state, self._count if count is None else count
 
@@ -169,7 +169,7 @@ class TrainingStep:
             if self._reference.done:
                 self._set_reference(None)
 
-    # ------------------------------------------------------------------ in place of the live ranks
+    # ------------------------------------------------------------------ on a joined rank, in place of the user's calls
 
     @property
     def engine(self) -> Engine:

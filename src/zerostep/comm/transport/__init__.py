@@ -3,8 +3,11 @@
 Read protocol.py first. group.py works on the user's process group, companion.py on a Gloo group of its own, null.py
 in a world of one; base.py is what the first two share. It imports no other package but errors.
 
+How the drop-in gathers parameters (`ShardedOptimizer` uses `comm.exchange` on top of these transports):
+
 * Host memory is sent point to point. Receives are posted before sends, and in each round every rank sends to one rank
-  and receives from another: opposite messages run at the same time, opposite broadcasts of one group do not.
+  and receives from another: opposite messages run at the same time, while opposite broadcasts of one Gloo group
+  wait for each other.
 * Accelerator memory is sent by broadcasts from each owner: the one collective that every backend offers for parts of
   uneven length in stream order, without blocking the host.
 
