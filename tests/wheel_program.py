@@ -17,7 +17,7 @@ import zerostep
 
 RANKS = 2
 STEPS = 3
-EXTRAS = ("typer", "rich", "matplotlib", "numpy")
+EXTRAS = ("typer", "rich", "matplotlib")
 
 
 def main(part: str, rank: int) -> None:
