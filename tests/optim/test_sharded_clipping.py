@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from tests.helpers.pool import Pool
 from tests.helpers.reference import Batch, build
-from tests.helpers.sharding import MOMENTUM, SCATTERED, WAYS, Contest, backward, in_ddp, series
+from tests.helpers.sharding import MOMENTUM, SCATTERED, WAYS, Contest, backward, in_ddp, series, sharded
 from zerostep import ShardedOptimizer
 
 # Norms and clipping.
@@ -35,7 +35,7 @@ def _norms(group: ProcessGroup, way: str, gather: str) -> None:
             each.zero_grad()
             backward(each, batch)
         full = [param.grad for param in twin.parameters() if param.grad is not None]
-        for norm_type in (1, 2.0, math.inf, 3.0):
+        for norm_type in (1, 2.0, math.inf, 3.0, 0.0, -1.0, -math.inf):
             _same_number(optimizer.grad_norm(norm_type), get_total_norm(full, norm_type))
             mine = [param.grad for param in model.parameters() if param.grad is not None]
             _same_number(get_total_norm(mine, norm_type), get_total_norm(full, norm_type))
@@ -45,6 +45,37 @@ def _norms(group: ProcessGroup, way: str, gather: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_are_those_of_whole_gradients(pool: Pool, way: str, world: int) -> None:
     pool.run(_norms, world, way, "step")
+
+
+class _Unused(nn.Module):
+    """Gradients without zeros, and a layer that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unused, self.last = nn.Linear(9, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(inputs))
+        return found
+
+
+def _norms_with_unused(group: ProcessGroup, reduction: str) -> None:
+    model, twin = _Unused(), in_ddp(group, _Unused(), find_unused_parameters=True)
+    optimizer = sharded(group, model, reduction=reduction, bucket_mb=1.0)
+    for each in (model, twin):
+        backward(each, series(group, 1, "matrices")[0])
+    full = [param.grad for param in twin.parameters() if param.grad is not None]
+    assert len(full) == 4
+    for norm_type in (2.0, 0.0, -1.0, -2.0, -math.inf):
+        assert get_total_norm(full, norm_type) > 0
+        _same_number(optimizer.grad_norm(norm_type), get_total_norm(full, norm_type))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("reduction", ["scatter", "all"])
+def test_parameters_without_a_gradient_do_not_count_in_a_norm(pool: Pool, reduction: str, world: int) -> None:
+    pool.run(_norms_with_unused, world, reduction)
 
 
 Clip = Callable[[nn.Module, Any], Tensor | None]

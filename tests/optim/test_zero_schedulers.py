@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import LBFGS, Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 from tests.helpers.pool import Pool
 from tests.helpers.reference import Batch, assert_same_bits, batches, build, train
@@ -144,3 +144,21 @@ def _scaled(group: ProcessGroup, views: bool) -> list[float]:
 def test_statement_14_scaled_steps_are_skipped_on_all_ranks_alike(pool: Pool, world: int, views: bool) -> None:
     first, *others = pool.run(_scaled, world, views)
     assert all(other == first for other in others)
+
+
+def _changed_before_adding(group: ProcessGroup, views: bool) -> None:
+    """An option that was changed since the last step survives a further group."""
+    first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    zero = ZeroRedundancyOptimizer([first], SGD, group, parameters_as_bucket_view=views, lr=0.5)
+    first.grad = torch.ones(4)
+    zero.step()
+    zero.param_groups[0]["lr"] = 0.25
+    zero.add_param_group({"params": [second], "lr": 2.0})
+    assert [each["lr"] for each in zero.param_groups] == [0.25, 2.0]
+    zero.step()
+    assert torch.equal(first.detach(), torch.full((4,), 1 - 0.5 - 0.25))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_options_changed_since_the_last_step_survive_a_further_group(pool: Pool, views: bool) -> None:
+    pool.run(_changed_before_adding, 2, views)

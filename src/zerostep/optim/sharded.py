@@ -30,7 +30,7 @@ from zerostep.optim.sharded_join import JoinProtocol, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
-from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_sparse
+from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_shared_memory, refuse_sparse
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.engine import Engine
@@ -135,6 +135,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
+        refuse_shared_memory(self.param_groups)
         if self._ddp is None or self._settings.reduction == "all":
             return
         known = set(map(id, self._all_params))
@@ -263,11 +264,20 @@ class ShardedOptimizer(PartitionedOptimizer):
         A closure is evaluated once, first; returns what it returns.
         """
         closure = evaluated(closure)
+        self._refuse_step_without_sync()
         if self._join is not None and self._join_config.enable:
             self._check_order()
             self._join.step()
         self._training.run(joining=self._join_config.enable)
         return None if closure is None else closure()
+
+    def _refuse_step_without_sync(self) -> None:
+        in_ddp = self._ddp is not None and not self._ddp.require_backward_grad_sync
+        if in_ddp or self._training.engine.is_paused:
+            raise RuntimeError(
+                "step() was called inside no_sync(), where gradients of this rank alone add up: leave the block before "
+                "the last backward pass, and call step() outside"
+            )
 
     def synchronize(self) -> None:
         """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""

@@ -27,7 +27,15 @@ from zerostep.optim.closures import evaluated, raised_in
 from zerostep.optim.view import OptimizerView
 from zerostep.optim.zero_join import ZeroJoin, ZeroJoinHook, ZeroShadow
 from zerostep.optim.zero_state import ZeroState
-from zerostep.plan.groups import Group, all_params, copy_options, normalise, options, refuse_sparse
+from zerostep.plan.groups import (
+    Group,
+    all_params,
+    copy_options,
+    normalise,
+    options,
+    refuse_shared_memory,
+    refuse_sparse,
+)
 from zerostep.plan.ownership import Ownership
 from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
@@ -104,6 +112,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._not_joining = self._join_config
         Optimizer.__init__(self, groups, defaults)
         refuse_sparse(self._all_params)
+        refuse_shared_memory(self.param_groups)
         self.optim = optimizer_class(self._inner_groups(), **defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         copy_options(self.optim.param_groups, self.param_groups)
@@ -293,9 +302,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
         super().add_param_group(normalise([param_group])[0])
         refuse_sparse(self.param_groups[-1]["params"])
+        refuse_shared_memory(self.param_groups)
         self._clear_cache()
         self.optim.add_param_group(self._inner_groups()[-1])
-        copy_options(self.optim.param_groups, self.param_groups)
+        # Of the new group alone: options of the others may have been changed since the last step.
+        copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
 
     def _facts(self) -> list[Any]:
         specs = self._owners.layout.params

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerostep.plan.layout import ParamSpec
+from zerostep.tensors import is_dense
 
 Group = dict[str, Any]
 OptimizerClass = Callable[..., Optimizer]
@@ -65,6 +66,25 @@ def refuse_sparse(params: Iterable[Tensor]) -> None:
     sparse = {param.type() for param in params if param.layout != torch.strided}
     if sparse:
         raise ValueError(f"only dense parameters can be sharded; got {', '.join(sorted(sparse))}: call .to_dense()")
+
+
+def refuse_shared_memory(groups: Sequence[Group]) -> None:
+    """Raise if two parameters lie over the same memory: each would get an owner, a place and state of its own."""
+    params = {id(param): (param, name) for param, name in zip(all_params(groups), _names(groups), strict=True)}
+    dense = [(param, name) for param, name in params.values() if param.numel() and is_dense(param) and param.data_ptr()]
+    end, before, device = 0, "", torch.device("cpu")
+    for param, name in sorted(dense, key=lambda entry: (str(entry[0].device), entry[0].data_ptr())):
+        if param.data_ptr() < end and device == param.device:
+            raise ValueError(
+                f"parameters {before!r} and {name!r} share memory, and would be updated apart from each other: use one "
+                "nn.Parameter in both places"
+            )
+        end, before, device = param.data_ptr() + param.nbytes, name, param.device
+
+
+def _names(groups: Sequence[Group]) -> list[str]:
+    names = [name for group in groups for name in group.get("param_names", [None] * len(group["params"]))]
+    return [f"param.{index}" if name is None else name for index, name in enumerate(names)]
 
 
 def all_params(groups: Sequence[Group]) -> list[Tensor]:

@@ -138,6 +138,11 @@ class Engine:
         """Whether a join context is active."""
         return self._joining()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether gradients only add up in `.grad`."""
+        return self._paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, gradients add up in `.grad` and are not reduced."""
@@ -164,7 +169,7 @@ class Engine:
                 return
             self._note_grad(index, grad, accumulate)
             done = self.reduction.arrive(index, grad, accumulate)
-            self._stand_ins.place([index])
+            self._stand_ins.place_one(index)
             if done and self._whole:
                 self._set_whole_grads()
 

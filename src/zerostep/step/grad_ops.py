@@ -60,9 +60,20 @@ class ShardedGradOps:
 
     def total_norm(self, norm_type: float) -> float:
         """The norm of all gradients together, the same on all ranks."""
+        if norm_type <= 0:
+            # Zeros count: those in a bucket that stand for parameters without a gradient must not.
+            return self._norm_of_norms(norm_type)
         mine = power_sum(self._all_parts(), norm_type)
         total = combine(self._buckets.exchanges[0], [mine], norm_type)[0] if self._scattered else mine
         return root(total, norm_type)
+
+    def _norm_of_norms(self, norm_type: float) -> float:
+        """The norm of the norms of all gradients, as torch defines it."""
+        self._passes.finish()
+        sums = [power_sum(self._parts([index]), norm_type) for index in sorted(self._reduction.used)]
+        totals = combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
+        norms = torch.tensor([root(total, norm_type) for total in totals], dtype=torch.float64)
+        return float(torch.linalg.vector_norm(norms, norm_type)) if len(norms) else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

@@ -26,9 +26,14 @@ class StandIns:
     def place(self, params: Iterable[int]) -> None:
         """Replace `.grad`, which is only this rank's own gradient, or nothing."""
         for index in params:
-            if index not in self._stand_ins:
-                self._stand_ins[index] = ShardedGradient(self._buckets.params[index], index, self._ops)
-            self._buckets.params[index].grad = self._stand_ins[index]
+            self.place_one(index)
+
+    def place_one(self, index: int) -> None:
+        """The same for one parameter; called for each gradient."""
+        param, stand_in = self._buckets.params[index], self._stand_ins.get(index)
+        if stand_in is None:
+            stand_in = self._stand_ins[index] = ShardedGradient(param, index, self._ops)
+        param.grad = stand_in
 
     def take_grad(self, index: int) -> tuple[Tensor | None, bool]:
         """The gradient that autograd has just made, and whether it adds to one that was reduced before."""
