@@ -39,7 +39,7 @@ class RankTrace:
     events: Sequence[TraceEvent]
     raw: Mapping[str, Any]
 
-    def host_events(self, prefix: str) -> list[TraceEvent]:
+    def host_events(self, prefix: str = "") -> list[TraceEvent]:
         """Return the host's ranges whose names start with `prefix`."""
         named = (event for event in self.events if event.name.startswith(prefix))
         return [event for event in named if not event.category.startswith("gpu")]
@@ -66,7 +66,7 @@ class RankTrace:
 
     @property
     def _end_marks(self) -> list[TraceEvent]:
-        return [event for event in self.host_events("zerostep/") if step_number(event.name) is not None]
+        return [event for event in self.host_events() if step_number(event.name) is not None]
 
     def _step_ends(self) -> list[float]:
         """Return the ends of the first optimizer's steps; steps of others, beside or inside of them, do not count."""

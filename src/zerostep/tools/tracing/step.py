@@ -92,7 +92,7 @@ def view_step(trace: RankTrace, step: int) -> StepView:
     Communication is evaluated over the whole trace and clipped afterwards, because it may cross the edges of a step.
     """
     window = trace.steps[step]
-    ours = [(label, event) for event in trace.host_events("zerostep/") if (label := Label.parse(event.name))]
+    ours = [(label, event) for event in trace.host_events() if (label := Label.parse(event.name))]
     ops = [event for event in trace.events if _is_op(event) and event.thread in trace.host_threads]
     op_spans = union(event.span for event in ops)
     kernels = [event for event in trace.events if event.category in DEVICE_CATEGORIES]
