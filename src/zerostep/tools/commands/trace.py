@@ -29,6 +29,7 @@ Examples:
 
 CONTEXT = {"ignore_unknown_options": True}
 _STEP = 5
+_TABLE_WIDTH = 100
 
 
 def trace(
@@ -78,7 +79,7 @@ def trace(
     draw(views, number, script.name if script is not None else "profile", pictures)
     if chrome is not None:
         _write_chrome(chrome, traces, views)
-    console.print(_table(views))
+    Console(width=max(_TABLE_WIDTH, console.width)).print(_table(views))  # so that no column is cut
     console.print(f"step {number}: {', '.join(map(str, [*pictures, *([chrome] if chrome else [])]))}", soft_wrap=True)
     return 0
 
