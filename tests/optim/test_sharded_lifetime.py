@@ -6,14 +6,12 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
-from torch.optim import AdamW
 
 from tests.helpers.pool import Pool
-from tests.helpers.reference import Mlp, assert_same_bits, build
+from tests.helpers.reference import assert_same_bits, build
 from tests.helpers.sharding import backward, series, sharded, values
 
 
@@ -78,8 +76,8 @@ def test_groups_that_the_user_has_replaced_count(pool: Pool) -> None:
 
 
 def _watched(group: ProcessGroup) -> None:
-    model: Mlp = build()  # type: ignore[assignment]
-    optimizer = sharded(group, model, AdamW)
+    model = build()
+    optimizer = sharded(group, model)
     errors, over = list[BaseException](), threading.Event()
 
     def watch() -> None:
@@ -100,9 +98,8 @@ def _watched(group: ProcessGroup) -> None:
         over.set()
         watcher.join()
     assert errors == []
-    assert optimizer.stats().gradient_bytes >= 0
+    assert optimizer.stats().steps == 20
 
 
 def test_statistics_may_be_read_while_another_thread_trains(pool: Pool) -> None:
-    torch.manual_seed(0)
     pool.run(_watched, 2)
