@@ -16,5 +16,9 @@ class VerificationError(RuntimeError):
     """A step of the sharded optimizer differs from the same step of an unsharded one."""
 
 
+class StepMismatchError(RuntimeError):
+    """Ranks are not in the same step, or not with the same options; the message has the values of each rank."""
+
+
 class InterruptedPassError(RuntimeError):
     """A backward pass was stopped before any message was sent; the optimizer is unchanged and can go on."""

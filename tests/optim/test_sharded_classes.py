@@ -113,7 +113,7 @@ def _memory_of_gradients(group: ProcessGroup) -> tuple[int, int]:
     model = build()
     optimizer = sharded(group, model)
     train(model, optimizer, series(group, 1))
-    parts = optimizer._training.engine.reduction.sums.values()
+    parts = optimizer._training.engine.sums.parts.values()
     first = [StorageWeakRef(part.untyped_storage()) for part in parts]
     del parts
     train(model, optimizer, series(group, 3))

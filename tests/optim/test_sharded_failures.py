@@ -68,7 +68,7 @@ def _leaving_first(group: ProcessGroup, key: str) -> None:
     optimizer = sharded(group, model, gather="forward", bucket_mb=0.0003)
     train(model, optimizer, series(group, 1))
     updater: Any = optimizer._training.engine._updater
-    launch = updater._launch
+    launch = updater.launch
     if dist.get_rank(group) == 0:
 
         def late(buckets: Iterable[int]) -> None:
@@ -77,7 +77,7 @@ def _leaving_first(group: ProcessGroup, key: str) -> None:
                     store.wait([key if number == 0 else "nobody sets this"], timedelta(seconds=0.1 if number else 0.5))
                 launch([bucket])
 
-        updater._launch = late
+        updater.launch = late
     train(model, optimizer, series(group, 1))
     if dist.get_rank(group) == 1:
         del optimizer, launch, updater

@@ -151,7 +151,7 @@ def _gradient_memory(group: ProcessGroup) -> tuple[int, int, int]:
         model(inputs).sum().backward()
         held = max(held, _live_bytes() - before - _state_bytes(optimizer))
         optimizer.step()
-    sums = optimizer._training.engine.reduction.sums
+    sums = optimizer._training.engine.sums.parts
     return held, sum(part.nbytes for part in sums.values()), optimizer.stats().buckets
 
 

@@ -402,9 +402,9 @@ def _adding_after_backward(group: ProcessGroup, late: str, way: str) -> list[int
 
 
 def _adding_where_one_rank_made_no_pass(group: ProcessGroup) -> tuple[str, int]:
-    model = seeded(Wide)
-    early, late = _halves(model)
-    optimizer = sharded(group, model, params=early)
+    model = seeded(lambda: nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 3)))
+    early, late = ([(f"{name}.{n}", p) for n, p in part.named_parameters()] for name, part in model.named_children())
+    optimizer = sharded(group, model, params=early, bucket_mb=1)  # so few buckets that no rank waits in backward
     batch = series(group, 1, "matrices")[0]
     if dist.get_rank(group) != 1:
         backward(model, batch)

@@ -67,6 +67,9 @@ class ShardedOptimizer(PartitionedOptimizer):
             `.grad`, with DDP's own sums where the module is wrapped in DDP.
         gather: `"step"` waits for the new parameters at the end of `step()`; `"forward"` when the next forward pass
             needs them. Call `synchronize()` before you read parameters in any other way.
+        update: `"step"` updates the parameters in `step()`; `"backward"` updates each bucket inside backward, as soon
+            as its gradients are summed, and keeps no gradient: no clipping, no GradScaler, `no_sync()` to accumulate,
+            and `step()` after every pass. For a bare module.
         master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
         reduce_dtype: sum gradients in this dtype.
         bucket_mb: about how many megabytes travel together. If not given: in host memory a quarter of the trained
@@ -92,6 +95,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         partition: Literal["auto", "elements", "parameters"] = "auto",
         reduction: Literal["scatter", "all"] = "scatter",
         gather: Literal["step", "forward"] = "step",
+        update: Literal["step", "backward"] = "step",
         master_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
@@ -99,7 +103,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
-        self._settings = Settings(partition, reduction, gather, master_dtype, reduce_dtype, bucket_mb)
+        self._settings = Settings(partition, reduction, gather, update, master_dtype, reduce_dtype, bucket_mb)
         self._planner = LayoutPlanner(
             optimizer_class, defaults, self._settings, model_positions(self._model.parameters())
         )
@@ -113,7 +117,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.everyone) as agreement:
-            self._build(params)
+            self._build(params, verify)
             agreement.compare([*self._facts(), Fact("verify", repr(verify))])
         self._start()
         if verify:
@@ -123,15 +127,29 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     # ------------------------------------------------------------------ construction
 
-    def _build(self, params: Any) -> None:
+    def _build(self, params: Any, verify: bool | int) -> None:
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
         self._settings.check()
+        if self._settings.update == "backward":
+            self._refuse_for_backward(verify)
         given = normalise(list(self._model.named_parameters()) if params is None else params)
         Joinable.__init__(self)
         self._not_joining = self._join_config
         Optimizer.__init__(self, [self._planner.complete(group) for group in given], {})
         self._check_params()
         self._layout = self._planner.plan(self.param_groups, self.world_size)
+
+    def _refuse_for_backward(self, verify: bool | int) -> None:
+        if self._ddp is not None:
+            raise ValueError(
+                'update="backward" sums the gradients of a bare module itself, and DDP would keep them: pass the '
+                'module without DistributedDataParallel, or use update="step"'
+            )
+        if verify:
+            raise ValueError(
+                'verify needs the gradients of a whole step, which update="backward" does not keep: verify with '
+                'update="step", which gives the same numbers'
+            )
 
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
@@ -217,8 +235,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             with agreed(self._ranks.everyone) as agreement:
                 self._append(param_group)
                 # Buckets in flight are those that all ranks have: with a further one, passes would not match.
-                reduction = self._training.engine.reduction
-                passes = reduction.passes + bool(reduction.open)
+                passes = self._training.engine.iteration.passes
                 fact = Fact("the number of backward passes since the last step", str(passes))
                 agreement.compare([fact, *self._facts()], _ADDING)
         except Exception:
@@ -267,6 +284,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._refuse_step_without_sync()
         if self._join is not None and self._join_config.enable:
             self._check_order()
+            self._training.engine.settle()  # a pass of gradients that were set by hand is an event of its own
             self._join.step()
         self._training.run(joining=self._join_config.enable)
         return None if closure is None else closure()
@@ -290,10 +308,10 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were reduced too."""
-        engine = self._training.engine
-        if set_to_none or self._settings.reduction == "all":
+        engine, in_backward = self._training.engine, self._settings.update == "backward"
+        if set_to_none or in_backward or self._settings.reduction == "all":
             engine.drop_all()
-            super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none or in_backward)
         else:
             if engine.joining():
                 raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")
@@ -320,6 +338,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _clip(self, max_norm: float, norm_type: float) -> float:
         if self._join is not None and self._join_config.enable:
+            self._training.engine.settle()
             self._join.clip(max_norm, float(norm_type))
         return self._training.clip(max_norm, float(norm_type))
 
@@ -396,12 +415,17 @@ class ShardedOptimizer(PartitionedOptimizer):
         A module in DDP is listed before the optimizer: `Join([ddp, optimizer])`. A bare module is not listed.
         """
         in_ddp = self._ddp is not None
+        if self._settings.update == "backward":
+            raise RuntimeError(
+                'update="backward" cannot be used inside Join: a rank without inputs would miss the options that the '
+                'others update with. Use update="step"'
+            )
         if self._join is None:
             groups = weakly(self._current_groups)
             self._join = JoinProtocol(self, self._training, groups, in_ddp, self._ranks.everyone)
         # Weakly: the protocol holds the engine.
-        on_backward = None if in_ddp else weakly(self._join.backward)
-        self._training.engine.enter_join(weakly(self._join.active), on_backward)
+        on_pass = None if in_ddp else weakly(self._join.backward)
+        self._training.engine.enter_join(weakly(self._join.active), on_pass)
         self._join_contexts += 1
         return ShardedJoinHook(self._join, partial(weakly(self._leave_join_context), self._join_contexts))
 
@@ -426,7 +450,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         loads = [layout.load(rank) for rank in range(self.world_size)]
         sent, received = engine.traffic()
         with engine.lock:  # another thread may be training
-            gradient_bytes, state_bytes = engine.reduction.nbytes, self._state.nbytes()
+            gradient_bytes, state_bytes = engine.gradient_bytes, self._state.nbytes()
         return Stats(
             steps=self._training.count,
             rank=self.rank,

@@ -24,6 +24,7 @@ from zerostep.errors import InterruptedPassError
 from zerostep.optim.join import JoinShadow, gradients_and_options, on_device, with_gradients
 from zerostep.plan.groups import Group, copy_options
 from zerostep.step.training_step import TrainingStep
+from zerostep.step.used_mask import pack_mask, union_of_masks
 
 BACKWARD, STEP, CLIP, JOINED, LEFT = range(5)
 _LIVE = (BACKWARD, STEP, CLIP)
@@ -33,23 +34,24 @@ _LIVE = (BACKWARD, STEP, CLIP)
 class JoinEvent:
     """What a rank is about to do, with up to two numbers that belong to it.
 
-    `passes` is the number of backward passes that the sums are from.
+    `passes` is the number of backward passes that the sums are from, `used` a mask of the parameters that have one.
     """
 
     kind: int
+    used: Sequence[int]
     first: float = 0.0
     second: float = 0.0
     passes: int = 0
 
     def to_ints(self) -> list[int]:
         """The event as integers to send."""
-        return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second)), self.passes]
+        return [self.kind, *unpack("<qq", pack("<dd", self.first, self.second)), self.passes, *self.used]
 
     @staticmethod
     def from_ints(values: Sequence[int]) -> JoinEvent:
         """The event that `to_ints` wrote."""
         first, second = unpack("<dd", pack("<qq", *values[1:3]))
-        return JoinEvent(values[0], first, second, values[3])
+        return JoinEvent(values[0], values[4:], first, second, values[3])
 
 
 class JoinProtocol:
@@ -81,21 +83,21 @@ class JoinProtocol:
         optimizer = self._optimizer()
         return optimizer is not None and optimizer._join_config.enable
 
-    def backward(self, fresh: bool) -> None:
-        """On a live rank: a backward pass begins; `fresh` if it adds to no earlier one."""
+    def backward(self) -> None:
+        """On a live rank: a backward pass begins."""
         if self.active():
             self._announce()
-            self._exchange(JoinEvent(BACKWARD, float(fresh)))
+            self._exchange(JoinEvent(BACKWARD, self._used()))
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """On a live rank: the norm of all gradients is about to be computed, and clipped."""
         self._announce()
-        self._exchange(JoinEvent(CLIP, max_norm, norm_type, self._passes))
+        self._exchange(JoinEvent(CLIP, self._used(), max_norm, norm_type, self._passes))
 
     def step(self) -> None:
         """On a live rank: a step begins. The lowest live rank sends the joined ones what they lack."""
         self._announce()
-        kinds = [event.kind for event in self._exchange(JoinEvent(STEP, passes=self._passes))]
+        kinds = [event.kind for event in self._exchange(JoinEvent(STEP, self._used(), passes=self._passes))]
         self._announced = False
         if self._transport.rank == kinds.index(STEP):
             for rank, kind in enumerate(kinds):
@@ -108,7 +110,7 @@ class JoinProtocol:
 
     def next_event(self) -> JoinEvent | None:
         """On a joined rank: wait for what the live ranks do next; `None` if no live rank is left."""
-        events = self._exchange(JoinEvent(JOINED))
+        events = self._exchange(JoinEvent(JOINED, self._used()))
         rank = next((rank for rank, event in enumerate(events) if event.kind in _LIVE), None)
         if rank is None:
             return None
@@ -118,7 +120,7 @@ class JoinProtocol:
 
     def send_leave(self) -> None:
         """Send the last message: this rank has left the context."""
-        self._exchange(JoinEvent(LEFT))
+        self._exchange(JoinEvent(LEFT, self._used()))
 
     @contextmanager
     def received(self) -> Iterator[None]:
@@ -129,7 +131,12 @@ class JoinProtocol:
 
     @property
     def _passes(self) -> int:
-        return self._step.engine.reduction.passes
+        return self._step.engine.iteration.passes
+
+    def _used(self) -> list[int]:
+        """The parameters that have a gradient now, when the user has dropped others."""
+        engine = self._step.engine
+        return pack_mask([index in engine.sums.used for index in range(len(engine.buckets.params))])
 
     def _announce(self) -> None:
         """torch's `Join` wants one announcement per iteration, from the first joinable."""
@@ -184,12 +191,16 @@ class ShardedJoinHook(JoinShadow):
 
     def _do(self, event: JoinEvent) -> None:
         engine = self._step.engine
+        params = engine.buckets.params
+        used = [index for index, flag in enumerate(union_of_masks([event.used], len(params))) if flag]
         # DDP's own shadow, which brings the zeros of this rank, runs in another thread.
         engine.await_passes(event.passes)
-        with on_device(engine.buckets.params[0].device):
+        with on_device(params[0].device):
             if event.kind == BACKWARD:
-                engine.shadow_backward(fresh=bool(event.first))
-            elif event.kind == CLIP:
+                engine.shadow_backward(used)
+                return
+            engine.keep_only(used)
+            if event.kind == CLIP:
                 self._step.clip(event.first, event.second)
             else:
                 with self._protocol.received():

@@ -34,6 +34,7 @@ class Settings:
     partition: Literal["auto", "elements", "parameters"] = "auto"
     reduction: Literal["scatter", "all"] = "scatter"
     gather: Literal["step", "forward"] = "step"
+    update: Literal["step", "backward"] = "step"
     master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket_mb: float | None = None
@@ -44,6 +45,8 @@ class Settings:
             known, value = get_args(hint), getattr(self, name)
             if get_origin(hint) is Literal and value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
+        if self.update == "backward" and self.reduction == "all":
+            raise ValueError('update="backward" keeps no gradients, so reduction="all" has nothing to show: drop one')
         for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} must be a floating-point dtype or None, got {dtype!r}")

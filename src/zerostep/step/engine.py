@@ -2,15 +2,18 @@
 
 =========== =================================================================================================
 arrived     autograd has finished a gradient: it is copied into its bucket, and a full bucket is launched
-end_passes  the backward passes are over: the rest is launched, and ranks exchange which parameters they used
+end_pass    a backward call is over: the rest is launched, and ranks exchange which parameters they used
+settle      gradients are about to be used: what the user has dropped or set by hand since is noticed
 update      bucket by bucket, as the sums arrive: the inner optimizers step on the owned parts
 gather      the new parameters go to everyone; waited for at the end of the step or in the next forward pass
 =========== =================================================================================================
+
+`iteration` has the states of a step. With `update="backward"`, update and gather happen as sums arrive in a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, RLock
 from weakref import ref
@@ -23,20 +26,23 @@ from zerostep.comm.mesh import Ranks
 from zerostep.errors import InterruptedPassError, TransportError
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
+from zerostep.step.backward_end import BackwardEnd
+from zerostep.step.backward_update import AppliedGradOps, BackwardUpdate, refuse_kept_gradients
 from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.ddp_hook import in_backward_pass
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.grad_ops import ShardedGradOps
+from zerostep.step.grad_sums import GradSums
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.iteration import Iteration
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.pass_message import UNKNOWN, PassMessage, used_by_any
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.step.reference import ReferenceOptimizer
-from zerostep.step.sharded_grad import ShardedGradient
 from zerostep.step.stand_ins import StandIns
 from zerostep.step.update import Updater
-from zerostep.step.used_mask import pack_mask, union_of_masks
-from zerostep.step.weak import weakly
-from zerostep.step.whole_grads import gather_sums, present_grads, set_whole_grads
+from zerostep.step.whole_grads import gather_sums, owned_part, present_grads, whole_grad
 
 
 class Engine:
@@ -57,25 +63,37 @@ class Engine:
     ) -> None:
         self._ranks, self._settings, self._reduces, self._timer = ranks, settings, reduces, timer
         self.lock = RLock()
-        self._arrival = Condition(self.lock)
+        self._pass_ended = Condition(self.lock)
         self.buckets = BucketShards(ranks, layout, params, settings.master_dtype)
         first = self.buckets.params[layout.buckets[0].slots[0].param].device
         same = ranks.everyone is ranks.shards
         self._control: Exchange = self.buckets.exchanges[0] if same else connect_exchange(ranks.everyone, first)
         self._sum_replicas = ranks.replica_all_reduce(first)
-        # Weakly: without a cycle, this engine goes with its optimizer, and its hooks are removed then.
-        self.reduction = Reduction(self._plan(), self._sum_replicas, timer, weakly(self._begin_pass))
+        self.iteration = Iteration(one_pass=self._in_backward)
+        # Weakly, here and below: without a cycle, this engine goes with its optimizer, and its hooks are removed then.
+        self._backward_end = BackwardEnd(self._backward_over)
         self.gathers = PendingGathers(timer)
-        self._updater = Updater(self.buckets, self.reduction, self.gathers, settings, self.blocks_host, timer)
-        self.grad_ops = ShardedGradOps(ref(self), self.buckets, self.reduction, ranks.shards, settings.reduction)
+        self._updater = Updater(self.buckets, self.gathers, settings, self.blocks_host, timer)
+        plan = self._plan()
+        self.sums = GradSums(plan)
+        self._backward_update = BackwardUpdate(self.buckets, self._updater, self._control, timer)
+        sink = self._backward_update if self._in_backward else self.sums
+        self.reduction = Reduction(plan, self._sum_replicas, timer, sink)
+        kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, settings.reduction)
+        self.grad_ops: ShardedGradOps | AppliedGradOps = AppliedGradOps() if self._in_backward else kept
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
-        self._pending_mask: PendingInts | None = None
+        self._used_in_pass: set[int] = set()
+        self._absent: list[int] = []
+        self._paused_grads: set[int] = set()
+        self._pending_messages: list[PendingInts] = []
         self._pending_status: PendingInts | None = None
         self._failure: Exception | None = None
-        self._on_backward: Callable[[bool], None] | None = None
+        self._on_pass: Callable[[], None] | None = None
         self._joining: Callable[[], bool] = lambda: False
-        self._used_elsewhere: set[int] = set()
-        self._passes_ended = self._paused = False
+        self._begin_update: Callable[[], InnerOptimizers] | None = None
+        self._end_update: Callable[[], None] = lambda: None
+        self._options: Callable[[], int] = lambda: UNKNOWN
+        self._paused = self._lifted = False
         self._reference: ReferenceOptimizer | None = None
 
     def _plan(self) -> ReductionPlan:
@@ -93,13 +111,22 @@ class Engine:
 
     @property
     def _whole(self) -> bool:
-        """Whether every rank gets all gradients."""
+        """Whether every rank gets all gradients. They are kept in `.grad` alone, as under DDP."""
         return self._settings.reduction == "all"
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether parameters are updated inside backward."""
+        return self._settings.update == "backward"
 
     def extend(self, layout: Layout, params: Sequence[Tensor]) -> None:
         """Go on with a layout that has further buckets; a collective."""
-        self.buckets.extend(layout, params)
-        self.reduction.extend(self._plan())
+        with self.lock:
+            self.end_pass()
+            self.buckets.extend(layout, params)
+            plan = self._plan()
+            self.reduction.extend(plan)
+            self.sums.extend(plan)
 
     @property
     def blocks_host(self) -> bool:
@@ -120,19 +147,30 @@ class Engine:
             between_replicas + sum(exchange.bytes_received for exchange in exchanges),
         )
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of sums, of buckets filled or in flight, and of receive buffers."""
+        return self.reduction.nbytes + self.sums.nbytes
+
     # ------------------------------------------------------------------ what callers attach
+
+    def attach(
+        self, options: Callable[[], int], begin_update: Callable[[], InnerOptimizers], end_update: Callable[[], None]
+    ) -> None:
+        """Take a digest of the groups' options, and what begins and ends an update inside backward."""
+        self._options, self._begin_update, self._end_update = options, begin_update, end_update
 
     def set_reference(self, reference: ReferenceOptimizer | None) -> None:
         """Show all gradients to a reference optimizer, which compares their sums; `None` ends that."""
         self._reference = reference
 
-    def enter_join(self, joining: Callable[[], bool], on_backward: Callable[[bool], None] | None) -> None:
-        """A join context begins. `on_backward` is called before each pass: with true if it adds to no earlier one."""
-        self._joining, self._on_backward = joining, on_backward
+    def enter_join(self, joining: Callable[[], bool], on_pass: Callable[[], None] | None) -> None:
+        """A join context begins. `on_pass` is called before each pass, when dropped gradients were noticed."""
+        self._joining, self._on_pass = joining, on_pass
 
     def stop_announcing(self) -> None:
-        """Call `on_backward` no more: this rank has joined, or the context has ended."""
-        self._on_backward = None
+        """Call `on_pass` no more: this rank has joined, or the context has ended."""
+        self._on_pass = None
 
     def joining(self) -> bool:
         """Whether a join context is active."""
@@ -154,62 +192,203 @@ class Engine:
 
     # ------------------------------------------------------------------ gradients arrive
 
-    def _begin_pass(self) -> None:
-        if self._on_backward is not None:
-            grads = (self.buckets.params[index].grad for index in self.reduction.used)
-            self._on_backward(not any(isinstance(grad, ShardedGradient) for grad in grads))
-
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module; runs on autograd's thread, inside a hook."""
         if self._paused:
+            self._paused_grads.add(index)
             return
         with self.lock, self._noting_failure():
-            grad, accumulate = self._stand_ins.take_grad(index)
-            if grad is None:
-                return
-            self._note_grad(index, grad, accumulate)
-            done = self.reduction.arrive(index, grad, accumulate)
-            self._stand_ins.place_one(index)
-            if done and self._whole:
-                self._set_whole_grads()
-
-    def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
-        """DDP has a gradient ready; `.grad` is replaced when backward is over."""
-        accumulate = self._stand_ins.was_removed(index)
-        with self.lock, self._noting_failure():
-            if grad is not None:
-                self._note_grad(index, grad, accumulate)
-            self.reduction.arrive(index, grad, accumulate)
-            self._stand_ins.forget_removed(index)
-            self._arrival.notify_all()
+            self._enter_pass()
+            self._take_own_grad(index)
 
     def before_ddp_accumulates(self, index: int) -> None:
-        """DDP is about to add to `.grad`, and must find no stand-in there."""
-        self._stand_ins.remove(index)
+        """A backward call inside DDP, or `torch.autograd.grad`, has reached a parameter. Runs on autograd's thread.
 
-    def after_ddp_backward(self) -> None:
-        """DDP is done with `.grad`: replace it by stand-ins."""
-        self._stand_ins.place(self.reduction.used)
+        DDP reads `.grad` of all parameters when the first gradient is there, so no stand-in may be left by then.
+        """
+        with self.lock:
+            if not self._backward_end.active:
+                self._notice_dropped()
+                self._stand_ins.lift(self.sums.used)
+                self._lifted = True
+            self._backward_end.expect()
+
+    def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
+        """DDP has a gradient ready, or `None` for a parameter that this rank has not used."""
+        with self.lock, self._noting_failure():
+            if not in_backward_pass() and not self.iteration.in_pass and not self.iteration.passes:
+                # The shadow pass of a joined rank: the live ranks drop their gradients before a step's first pass.
+                self.drop_all()
+            self._enter_pass()
+            if grad is None:
+                self._absent.append(index)
+                self.reduction.arrive(index, None)
+            else:
+                self._take(index, grad)
+
+    def _enter_pass(self) -> None:
+        if self.iteration.in_pass and in_backward_pass() and not self._backward_end.active:
+            self.end_pass()  # of a backward call that has failed, or of compiled autograd, which runs no callbacks
+        self._backward_end.expect()
+        if not self.iteration.in_pass:
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """Begin a pass, before its first gradient is taken."""
+        self.iteration.refuse_second_pass()
+        if not self._lifted:
+            self._notice_dropped()
+        if self._on_pass is not None:
+            self._on_pass()
+        self.iteration.begin_pass()
+        if self._begin_update is not None and self._in_backward:
+            self._backward_update.begin(self._begin_update())
+        self._used_in_pass = set()
+        self.grad_ops.drop_norms()
+        self.reduction.begin()
+
+    def _take_own_grad(self, index: int) -> None:
+        grad, adds = self._stand_ins.take_grad(index)
+        if grad is None:
+            return
+        if self.reduction.is_taken(index):
+            # In a backward call inside another one that uses the parameter, too: a pass takes one gradient of each.
+            self._refuse_second_grad(index)
+            self.end_pass()
+            self._begin_pass()
+            whole = self.buckets.params[index].grad if self._whole else None
+            grad = grad if whole is None else whole + grad
+        elif not adds and not self._whole and index in self.sums.used:
+            self._drop([index])  # dropped since the pass began
+        self._take(index, grad)
+        self._stand_ins.place_one(index)
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        if self._reference is not None:
+            self._reference.note(index, grad, index in self.sums.used and not self._whole)
+        self.reduction.arrive(index, grad)
+        self._used_in_pass.add(index)
+
+    def _refuse_second_grad(self, index: int) -> None:
+        if self._in_backward:
+            raise RuntimeError(
+                f"parameter {self.buckets.layout.params[index].name!r} got two gradients in one backward pass, as in "
+                'reentrant checkpointing, but update="backward" has used the first: use checkpoint(use_reentrant=False)'
+            )
+
+    # ------------------------------------------------------------------ a pass ends
+
+    def _backward_over(self) -> None:
+        """A backward call is over; runs on autograd's thread."""
+        if self.iteration.in_pass:
+            self.end_pass()
+        else:
+            with self.lock:
+                self._put_back()  # after torch.autograd.grad, or a pass inside no_sync()
+
+    def _put_back(self) -> None:
+        self._stand_ins.put_back()
+        self._lifted = False
+
+    def end_pass(self, joined: bool = False, read: bool = True) -> None:
+        """Launch the rest of an open pass, and learn which parameters some rank has used.
+
+        The options of a rank that has `joined` do not count. Without `read` the messages of other ranks are read by
+        `settle`: a joined rank may not wait for them in DDP's shadow pass, because the others first wait for DDP's.
+        """
+        with self.lock, self._noting_failure():
+            if not self.iteration.in_pass:
+                return
+            self._take_leftovers()
+            self.reduction.end()
+            if self._in_backward or self._whole:
+                self.reduction.finish()
+            self.sums.use(self._used_in_pass)
+            failure = self._end_backward_update() if self._in_backward else None
+            self._exchange_messages(joined, read)
+            self.iteration.end_pass()
+            self._pass_ended.notify_all()
+            if failure is not None:
+                raise failure
+
+    def _take_leftovers(self) -> None:
+        """Take gradients that no hook has seen: of passes inside `no_sync()`, set by hand, or just unfrozen."""
+        for index in self.reduction.missing():
+            if self._stand_ins.has_own_grad(index) or index in self._paused_grads:
+                self._take_own_grad(index)
+            elif self._whole:
+                self._take_along(index)
+        self._paused_grads.clear()
+
+    def _take_along(self, index: int) -> None:
+        """Send a whole gradient of earlier passes along, as DDP does: another rank may have used the parameter."""
+        grad = self.buckets.params[index].grad
+        if grad is not None:
+            self._take(index, grad)
+            self._used_in_pass.discard(index)
+
+    def _end_backward_update(self) -> Exception | None:
+        failure = self._backward_update.end()
+        self._end_update()
+        self._send_status(failure)
+        return failure
+
+    def _exchange_messages(self, joined: bool, read: bool) -> None:
+        used = [index in self._used_in_pass for index in range(len(self.buckets.params))]
+        options = UNKNOWN if joined else self._options()
+        message = PassMessage(self.iteration.steps, self.iteration.passes, options, used)
+        with self._timer.phase("control"):
+            pending = self._control.start_all_gather_ints(message.to_ints())
+        # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
+        complete = self.reduction.complete
+        if self._control.blocks_host or not complete:
+            self._pending_messages.append(pending)
+        if read and not complete:
+            self.read_messages()
+        self._show_gradients()
+
+    def read_messages(self) -> None:
+        """Wait for the messages of the passes that this rank has not read yet."""
+        pending, self._pending_messages = self._pending_messages, []
+        for each in pending:
+            with self._timer.waiting("control"):
+                rows = each.wait()
+            used = used_by_any(rows, len(self.buckets.params))
+            self._used_in_pass |= used
+            self.sums.use(used)
+
+    def _show_gradients(self) -> None:
+        """Give every parameter that some rank has used something in `.grad`, on all ranks."""
+        # DDP has set .grad to this rank's zeros where only other ranks have a gradient: they are not a sum.
+        absent, self._absent = self._absent, []
+        for index in absent:
+            self.buckets.params[index].grad = None
+        if self._whole:
+            sums = self.sums.take_all()
+            for index in self._used_in_pass:
+                self._stand_ins.place_whole(index, whole_grad(self.buckets, sums, index))
+            self._use_present()
+        else:
+            self._stand_ins.place(self.sums.used)
+        self._forget_lifted()
+        if self._reference is not None:
+            self._reference.check_sums(self.whole_gradients())
+
+    def _forget_lifted(self) -> None:
+        self._stand_ins.forget_lifted()
+        self._lifted = False
 
     def await_passes(self, count: int) -> None:
         """Wait until another thread has ended `count` backward passes."""
-        with self._arrival:
-            self._arrival.wait_for(lambda: self.reduction.passes >= count and not self.reduction.open)
+        with self._pass_ended:
+            self._pass_ended.wait_for(lambda: self.iteration.passes >= count and not self.iteration.in_pass)
 
-    def _note_grad(self, index: int, grad: Tensor, accumulate: bool) -> None:
-        self._passes_ended = False
-        if self._reference is not None:
-            self._reference.note(index, grad, accumulate)
-
-    def shadow_backward(self, fresh: bool) -> None:
-        """Take part in a backward pass of the other ranks, with zeros; `fresh` if it adds to no earlier pass."""
+    def shadow_backward(self, kept: Collection[int]) -> None:
+        """Take part in a backward pass of the other ranks, with zeros; `kept` are the gradients that it adds to."""
         with self.lock, self._noting_failure():
-            if fresh:
-                self.drop_all()
-                for param in self.buckets.params:
-                    param.grad = None  # of this rank's own last pass
-            self._passes_ended = False
-            self.reduction.launch_missing()
+            self.keep_only(kept)
+            self._begin_pass()
+            self.end_pass(joined=True)
             self.reduction.finish()
 
     @contextmanager
@@ -223,133 +402,128 @@ class Engine:
             self._failure = error
             raise
 
-    # ------------------------------------------------------------------ backward is over
+    # ------------------------------------------------------------------ between passes
 
-    def end_passes(self) -> None:
-        """End the backward passes of this step, and learn which parameters some rank has used."""
+    def settle(self) -> None:
+        """Before gradients are used: end an open pass, and notice gradients that were dropped or set by hand."""
         with self.lock:
-            if not self._reduces:
-                self._use_present_grads()
-            elif self._passes_ended:
-                self._drop_unset_grads()
-            else:
-                self.grad_ops.drop_norms()
-                self._drop_unset_grads()
-                self._take_manual_grads()
-                self._exchange_used_mask()
-                self._passes_ended = True
-                if self._reference is not None:
-                    self._reference.check_sums(self.whole_gradients())
+            if self._reduces:
+                self.end_pass()  # only after a failed backward call, or under compiled autograd
+                self._put_back()
+                if self._joining():
+                    self._read_in_join()
+                self._notice_dropped()
+                own = self._own_grads()
+                # A rank without a backward pass must launch all buckets, too: the others wait for them in theirs.
+                if own or not self.iteration.passes:
+                    self._reduce_own(own)
+            if self._whole:
+                self._use_present()
 
-    @property
-    def passes_ended(self) -> bool:
-        """Whether the passes of this step have ended, so that all ranks know which parameters are used."""
-        return self._passes_ended
+    def _read_in_join(self) -> None:
+        """Read what a shadow pass inside DDP has left unread."""
+        if self._pending_messages and not self._whole:
+            before = set(self.sums.used)
+            self.read_messages()
+            self._stand_ins.place(set(self.sums.used) - before)
 
-    @property
-    def used_elsewhere(self) -> Collection[int]:
-        """Parameters that only other ranks have used in this step."""
-        return self._used_elsewhere
+    def _use_present(self) -> None:
+        self.sums.use_only(index for index, param in enumerate(self.buckets.params) if param.grad is not None)
+
+    def _own_grads(self) -> list[int]:
+        """Gradients of this rank that no pass has reduced."""
+        has_own_grad = self._stand_ins.has_own_grad
+        params = enumerate(self.buckets.params)
+        own = (i for i, param in params if param.requires_grad and param.grad is not None)
+        return [i for i in own if has_own_grad(i) or i in self._paused_grads]
+
+    def _reduce_own(self, own: Iterable[int]) -> None:
+        """A pass of gradients that no hook has seen."""
+        self._begin_pass()
+        for index in own:
+            self._take_own_grad(index)
+        self.end_pass()
+
+    def _notice_dropped(self) -> None:
+        """Drop the gradients of parameters whose `.grad` was removed or replaced by the user."""
+        if self._whole:
+            return  # `.grad` itself is the sum
+        dropped = [index for index in self.sums.used if self._stand_ins.was_dropped(index)]
+        if dropped:
+            self._drop(dropped)
+        if self._in_backward:
+            refuse_kept_gradients(self.buckets.layout.params[index].name for index in self.sums.used)
+
+    def _drop(self, params: Sequence[int]) -> None:
+        self.reduction.finish()
+        self.sums.drop(params)
+        self.grad_ops.drop_norms()
+        if self._reference is not None and not self.sums.used:
+            self._reference.drop()
+
+    def note_edit(self) -> None:
+        """The sums were changed: they are no longer those of the gradients that autograd made."""
+        if self._reference is not None:
+            self._reference.note_edit()
+
+    def keep_only(self, params: Collection[int]) -> None:
+        """On a joined rank: drop the gradients that the other ranks have dropped."""
+        with self.lock:
+            dropped = set(self.sums.used).difference(params)
+            if dropped:
+                self._drop(sorted(dropped))
+            for index, param in enumerate(self.buckets.params):
+                if index not in self.sums.used:
+                    param.grad = None  # of this rank's own last pass
+
+    def drop_all(self) -> None:
+        """Drop all gradients."""
+        with self.lock:
+            self.end_pass()
+            self.reduction.finish()
+            self.sums.drop_all()
+            if self._reference is not None:
+                self._reference.drop()
+            self._forget_lifted()
+            self._paused_grads.clear()
+            self.grad_ops.drop_norms()
 
     def finish(self) -> None:
-        """Wait for all sums of this step."""
-        self.end_passes()
-        self.reduction.finish()
-
-    def _drop_unset_grads(self) -> None:
-        """Drop the gradients of parameters whose `.grad` was set to `None`."""
-        if self._whole and self._passes_ended:
-            self._use_present_grads()
-            return
-        params, removed = self.buckets.params, self._stand_ins.was_removed
-        unset = [index for index in self.reduction.used if params[index].grad is None and not removed(index)]
-        if unset:
-            if self.reduction.open:
-                self.reduction.launch_missing()
+        """Wait for all sums."""
+        with self.lock:
+            self.end_pass()
             self.reduction.finish()
-            self.reduction.drop(unset)
-            self.reduction.zero_stale()
-        self._stand_ins.forget_removed()
-
-    def _take_manual_grads(self) -> None:
-        """Reduce gradients that no hook has seen: set by hand, or of parameters that have just become trainable."""
-        for index, param in enumerate(self.buckets.params):
-            grad = param.grad
-            if grad is None or (type(grad) is ShardedGradient and grad.arrived is None):
-                continue
-            # A whole gradient that came through a hook is a sum already, unless a further pass has begun since.
-            is_sum = self._whole and index in self.reduction.used and not self.reduction.open
-            if param.requires_grad and not is_sum:
-                self.arrived(index)
-        if self.reduction.open or not self.reduction.passes:
-            # A rank without a backward pass must launch all buckets, too: the others wait for them in theirs.
-            self.reduction.launch_missing()
-
-    def _exchange_used_mask(self) -> None:
-        self.wait_used_mask()
-        self._used_elsewhere = set()
-        params, reduction, own = self.buckets.params, self.reduction, self.reduction.used
-        used = [index in own for index in range(len(params))]
-        with self._timer.phase("control"):
-            pending = self._control.start_all_gather_ints([reduction.passes, *pack_mask(used)])
-        complete = all(flag or not param.requires_grad for flag, param in zip(used, params, strict=True))
-        if complete and reduction.passes:
-            # This rank used every parameter, so the mask cannot change its update; wait for it at the end of the step.
-            self._pending_mask = pending if self._control.blocks_host else None
-        else:
-            self._apply_used_mask(pending)
-        reduction.reset_passes()
-        if self._whole:
-            self._set_whole_grads()
-            self._use_present_grads()
-
-    def _apply_used_mask(self, pending: PendingInts) -> None:
-        with self._timer.waiting("control"):
-            rows = pending.wait()
-        while self.reduction.passes < max(row[0] for row in rows):
-            self.reduction.launch_missing()
-        used = union_of_masks([row[1:] for row in rows], len(self.buckets.params))
-        self._used_elsewhere = {index for index, flag in enumerate(used) if flag} - set(self.reduction.used)
-        self.reduction.mark_used(self._used_elsewhere)
-        if not self._whole:
-            self._stand_ins.place(self.reduction.used)
-
-    def wait_used_mask(self) -> None:
-        """Wait for the used mask of the other ranks, if it is still in flight."""
-        pending, self._pending_mask = self._pending_mask, None
-        if pending is not None:
-            with self._timer.waiting("control"):
-                pending.wait()
 
     # ------------------------------------------------------------------ whole gradients
-
-    def _set_whole_grads(self) -> None:
-        self.reduction.finish()
-        set_whole_grads(self.buckets, self.reduction.take_sums(), self.reduction.used)
-
-    def _use_present_grads(self) -> None:
-        params = enumerate(self.buckets.params)
-        self.reduction.replace_used(index for index, param in params if param.grad is not None)
 
     def whole_gradients(self) -> dict[int, Tensor]:
         """The sums of all used parameters, whole, on every rank: for verification, not for training."""
         if self._whole:
-            return present_grads(self.buckets, self.reduction.used)
+            return present_grads(self.buckets, self.sums.used)
         self.reduction.finish()
-        return gather_sums(self.buckets, self.reduction.sums, self.reduction.used)
+        return gather_sums(self.buckets, self.sums.parts, self.sums.used)
 
     # ------------------------------------------------------------------ update and gather
 
     def update(self, inners: InnerOptimizers) -> None:
         """Step on the owned parts, bucket by bucket, and launch their gathers; other ranks learn of a failure later."""
         chosen = self.used_buckets()
-        failure = self._updater.update(chosen, inners)
-        if self._control.blocks_host:
-            self._pending_status = self._control.start_all_gather_ints([failure is not None])
+        failure = self._updater.update(chosen, inners, self._owned_grad, self.sums.used)
+        self._send_status(failure)
         self._updater.launch_deferred(chosen)
         if failure is not None:
             self.gathers.wait()
             raise failure
+
+    def _owned_grad(self, bucket: int) -> Tensor:
+        if self._whole:
+            return owned_part(self.buckets, bucket)
+        self.reduction.finish_bucket(bucket)
+        return self.sums.parts[bucket]
+
+    def _send_status(self, failure: Exception | None) -> None:
+        if self._control.blocks_host:
+            self._pending_status = self._control.start_all_gather_ints([failure is not None])
 
     def failed_ranks(self) -> list[int]:
         """The ranks whose last update failed, where ranks wait for each other on the host."""
@@ -364,22 +538,9 @@ class Engine:
         self._failure = None
         with suppress(TransportError):
             self.gathers.wait()
-            self.wait_used_mask()
+            self.read_messages()
             self.failed_ranks()
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter; the same on all ranks."""
-        return self.buckets.buckets_of(list(self.reduction.used))
-
-    def drop_all(self) -> None:
-        """Drop all gradients."""
-        with self.lock:
-            if self.reduction.open:
-                self.reduction.launch_missing()
-            self.reduction.drop_all()
-            self.reduction.reset_passes()
-            if self._reference is not None:
-                self._reference.drop()
-            self._stand_ins.forget_removed()
-            self.grad_ops.drop_norms()
-            self._passes_ended = False
+        return self.buckets.buckets_of(list(self.sums.used))

@@ -1,11 +1,12 @@
 """What users do to gradients between `backward()` and `step()`, done to the parts that this rank owns.
 
-Every method first waits for all sums. All ranks call each of them, in the same order.
+Every method first waits for all sums. All ranks call each of them, in the same order: after every backward call all
+ranks have the same gradients, because a parameter that any rank has used has one on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -15,26 +16,24 @@ from torch import Tensor
 from zerostep.comm.transport import Transport
 from zerostep.plan.layout import Fragment
 from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.grad_sums import GradSums
 from zerostep.step.norms import combine, power_sum, root
-from zerostep.step.reduction import Reduction
 
 
 class GradPasses(Protocol):
     """The backward passes of this step, as far as operations on gradients depend on them."""
 
-    @property
-    def passes_ended(self) -> bool:
-        """Whether the passes of this step have ended, so that all ranks know which parameters are used."""
-
-    @property
-    def used_elsewhere(self) -> Collection[int]:
-        """Parameters that only other ranks have used in this step."""
+    def settle(self) -> None:
+        """End the passes, and notice gradients that the user has dropped or set by hand; a collective."""
 
     def finish(self) -> None:
-        """End the passes and wait for all sums."""
+        """Wait for all sums."""
 
     def joining(self) -> bool:
         """Whether a join context is active."""
+
+    def note_edit(self) -> None:
+        """The sums were changed."""
 
 
 class ShardedGradOps:
@@ -44,9 +43,9 @@ class ShardedGradOps:
     """
 
     def __init__(
-        self, passes: ref[Any], buckets: BucketShards, reduction: Reduction, transport: Transport, mode: str
+        self, passes: ref[Any], buckets: BucketShards, sums: GradSums, transport: Transport, mode: str
     ) -> None:
-        self._passes_ref, self._buckets, self._reduction, self._transport = passes, buckets, reduction, transport
+        self._passes_ref, self._buckets, self._sums, self._transport = passes, buckets, sums, transport
         self._scattered = mode == "scatter"
         self._norms: tuple[float, dict[int, Tensor]] | None = None
 
@@ -69,45 +68,53 @@ class ShardedGradOps:
 
     def _norm_of_norms(self, norm_type: float) -> float:
         """The norm of the norms of all gradients, as torch defines it."""
-        self._passes.finish()
-        sums = [power_sum(self._parts([index]), norm_type) for index in sorted(self._reduction.used)]
+        self._settle()
+        sums = [power_sum(self._parts([index]), norm_type) for index in sorted(self._sums.used)]
         totals = combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
         norms = torch.tensor([root(total, norm_type) for total in totals], dtype=torch.float64)
         return float(torch.linalg.vector_norm(norms, norm_type)) if len(norms) else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
-        self.drop_norms()
+        self._note_edit()
         with torch.no_grad():
             for part in self._all_parts():
                 part.mul_(factor)
 
     def clear(self) -> None:
         """Set all gradients to zero; their parameters still count as used."""
-        self.drop_norms()
+        self._note_edit()
         for part in self._all_parts():
             part.zero_()
+
+    def _note_edit(self) -> None:
+        self.drop_norms()
+        self._passes.note_edit()
 
     def drop_norms(self) -> None:
         """Forget norms that were computed before gradients changed."""
         self._norms = None
 
     def _all_parts(self) -> list[Tensor]:
-        self._passes.finish()
-        used = self._reduction.used
+        self._settle()
+        used = self._sums.used
         if self._scattered:
-            return [self._reduction.sums[bucket] for bucket in self._buckets.buckets_of(list(used))]
+            return [self._sums.parts[bucket] for bucket in self._buckets.buckets_of(list(used))]
         return self._parts(used)
+
+    def _settle(self) -> None:
+        self._passes.settle()
+        self._passes.finish()
 
     # ------------------------------------------------------------------ what torch's functions do to `.grad`
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
         """The norm of each whole gradient; those of all parameters take one exchange."""
-        missed = self._begin()
+        self._refuse_joining()
         if self._norms is None or self._norms[0] != norm_type:
-            used = sorted(self._reduction.used)
+            self._settle()
+            used = sorted(self._sums.used)
             sums = [power_sum(self._parts([index]), norm_type) for index in used]
-            self._refuse_missed(missed)
             totals = combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
             roots = (root(total, norm_type) for total in totals)
             self._norms = norm_type, {i: self._as_norm(i, value) for i, value in zip(used, roots, strict=True)}
@@ -115,44 +122,24 @@ class ShardedGradOps:
 
     def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
         """Change the owned parts in place, element by element."""
-        first = not self._passes.passes_ended
-        missed = self._begin()
-        if first:
-            self._refuse_missed(missed)
-        self.drop_norms()
+        self._refuse_joining()
+        self._passes.finish()
+        self._note_edit()
         with torch.no_grad():
             for part in self._parts(params):
                 change(part)
 
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply by `inverse`, and set `found_inf` on all ranks if any rank finds a number that is not finite."""
-        missed, first = self._begin(), self._buckets.params[params[0]]
-        alike = [index for index in missed if _kind(self._buckets.params[index]) == _kind(first)]
-        self.drop_norms()
-        for part in self._parts([*params, *alike]):
-            torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse)
+        self.edit(params, lambda part: torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse))
         self._transport.start_all_reduce(found_inf).wait()
         found_inf.clamp_(max=1.0)
 
-    def _begin(self) -> Collection[int]:
-        """Wait for all sums; the parameters that the caller's list of gradients lacks, because it was made before."""
-        ended_before = self._passes.passes_ended
+    def _refuse_joining(self) -> None:
         if self._passes.joining() and self._scattered:
             raise RuntimeError(
                 "inside Join, ranks without inputs hold gradients too, and cannot follow what is done to .grad: use "
                 "the optimizer's own clip_grad_norm_() and grad_norm()"
-            )
-        self._passes.finish()
-        return () if ended_before else self._passes.used_elsewhere
-
-    def _refuse_missed(self, missed: Collection[int]) -> None:
-        """All ranks refuse if the list of gradients of one of them is incomplete."""
-        if self._scattered and any(
-            row[0] for row in self._buckets.exchanges[0].start_all_gather_ints([len(missed)]).wait()
-        ):
-            raise RuntimeError(
-                "ranks have used different parameters in this step, so their lists of gradients differ: use the "
-                "optimizer's own clip_grad_norm_() and grad_norm()"
             )
 
     def _parts(self, params: Iterable[int]) -> list[Tensor]:
@@ -167,14 +154,10 @@ class ShardedGradOps:
         return [part for part in self._buckets.layout.fragments_of(index) if part.rank == self._buckets.rank]
 
     def _part(self, fragment: Fragment) -> Tensor | None:
-        sums = self._reduction.sums.get(fragment.bucket)
+        sums = self._sums.parts.get(fragment.bucket)
         start = self._buckets.layout.buckets[fragment.bucket].owned(self._buckets.rank).start
         return None if sums is None else sums[fragment.place.start - start : fragment.place.stop - start]
 
     def _as_norm(self, index: int, value: float) -> Tensor:
         param = self._buckets.params[index]
         return torch.tensor(value, dtype=param.dtype.to_real(), device=param.device)
-
-
-def _kind(param: Tensor) -> tuple[torch.dtype, torch.device]:
-    return param.dtype, param.device

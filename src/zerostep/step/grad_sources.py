@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostep.step.ddp_hook import after_backward, as_stored, in_backward_pass, may_be_unused, never_raising
+from zerostep.step.ddp_hook import as_stored, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.engine import Engine
 from zerostep.step.weak import weakly
 
@@ -64,7 +64,6 @@ class DdpSource:
         self._engine, self._ddp = ref(engine), ref(ddp)
         self._param_hooks = _ParamHooks(engine, "register_hook", engine.before_ddp_accumulates)
         self._index_of: dict[Tensor, int] = {}
-        self._absent: list[Tensor] = []
         # The module keeps this object alive; this object keeps neither the module nor the engine alive.
         ddp.register_comm_hook(None, self._hook)
 
@@ -81,19 +80,11 @@ class DdpSource:
         if engine is None:
             raise RuntimeError("the optimizer of this DDP module is gone: wrap the module anew")
         for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if not param.requires_grad:
-                continue  # frozen since; DDP does not know
-            grad = as_stored(view, param) if self._is_used(param) else None
-            if grad is None:
-                self._absent.append(param)
-            engine.arrived_in_ddp(self._index_of[param], grad)
+            if param.requires_grad:  # otherwise frozen since; DDP does not know
+                engine.arrived_in_ddp(self._index_of[param], as_stored(view, param) if self._is_used(param) else None)
         engine.reduction.copy_held_back()  # DDP reuses the memory of its buckets
-        if bucket.is_last():
-            absent, self._absent = self._absent, []
-            if in_backward_pass():
-                after_backward(partial(_after_backward, engine, absent))
-            else:
-                engine.after_ddp_backward()
+        if bucket.is_last() and not in_backward_pass():
+            engine.end_pass(joined=True, read=False)
         done: Future[Tensor] = Future()
         done.set_result(bucket.buffer())
         return done
@@ -101,10 +92,3 @@ class DdpSource:
     def _is_used(self, param: Tensor) -> bool:
         """Whether this rank has a gradient for a parameter; in the shadow pass of a joined rank it has none."""
         return not may_be_unused(self._ddp()) or (in_backward_pass() and param.grad is not None)
-
-
-def _after_backward(engine: Engine, absent: Sequence[Tensor]) -> None:
-    # DDP has set .grad to this rank's zeros where only other ranks have a gradient: they are not a sum.
-    for param in absent:
-        param.grad = None
-    engine.after_ddp_backward()

@@ -42,6 +42,7 @@ class ReferenceOptimizer:
         self._specs = list(specs)
         self._copies: list[nn.Parameter] = []
         self._local: dict[int, Tensor] = {}
+        self._edited = False
         self._inners = InnerOptimizers([], [], planner.default_class, planner.defaults)
         for group in groups:
             self.add(group, specs)
@@ -70,10 +71,16 @@ class ReferenceOptimizer:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._local = {}
+        self._local, self._edited = {}, False
+
+    def note_edit(self) -> None:
+        """The sums were changed by the user: they cannot be compared until gradients are dropped."""
+        self._edited = True
 
     def check_sums(self, sums: Mapping[int, Tensor]) -> None:
         """Compare the sums of this step, by parameter, with a plain all-reduce of the noted gradients."""
+        if self._edited:
+            return
         dtype = self._planner.settings.reduce_dtype
         for index in sorted(sums):  # one collective each, in the same order on all ranks
             mine = self._local.get(index, torch.zeros_like(self._copies[index], dtype=sums[index].dtype))

@@ -1,4 +1,4 @@
-"""What stands in `.grad` of parameters whose gradients were reduced: one `ShardedGradient` per parameter."""
+"""What stands in `.grad` of parameters whose gradients were reduced: a `ShardedGradient`, or a whole sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerostep.step.sharded_grad import ShardedGradient
 
 
 class StandIns:
-    """Puts stand-ins into `.grad` and takes out what autograd has added to them.
+    """Puts stand-ins or sums into `.grad` and takes out what autograd or the user has put there.
 
     `ops` does what users do to a stand-in; it is held weakly, so that a parameter does not keep its optimizer alive.
     """
@@ -21,7 +21,8 @@ class StandIns:
     def __init__(self, buckets: BucketShards, ops: ref[Any]) -> None:
         self._buckets, self._ops = buckets, ops
         self._stand_ins: dict[int, ShardedGradient] = {}
-        self._removed: set[int] = set()
+        self._lifted: set[int] = set()
+        self._whole: dict[int, ref[Tensor]] = {}
 
     def place(self, params: Iterable[int]) -> None:
         """Replace `.grad`, which is only this rank's own gradient, or nothing."""
@@ -30,15 +31,20 @@ class StandIns:
 
     def place_one(self, index: int) -> None:
         """The same for one parameter; called for each gradient."""
-        param, stand_in = self._buckets.params[index], self._stand_ins.get(index)
+        stand_in = self._stand_ins.get(index)
         if stand_in is None:
-            stand_in = self._stand_ins[index] = ShardedGradient(param, index, self._ops)
-        param.grad = stand_in
+            stand_in = self._stand_ins[index] = ShardedGradient(self._buckets.params[index], index, self._ops)
+        self._buckets.params[index].grad = stand_in
+
+    def place_whole(self, index: int, grad: Tensor) -> None:
+        """Set `.grad` to a whole sum, and remember that it is one: the user may edit it in place, or replace it."""
+        self._buckets.params[index].grad = grad
+        self._whole[index] = ref(grad)
 
     def take_grad(self, index: int) -> tuple[Tensor | None, bool]:
-        """The gradient that autograd has just made, and whether it adds to one that was reduced before."""
+        """This rank's own gradient, if there is one, and whether it adds to one that was reduced before."""
         grad = self._buckets.params[index].grad
-        if not isinstance(grad, ShardedGradient):
+        if type(grad) is not ShardedGradient:
             return grad, False
         if grad is not self._stand_ins.get(index):
             raise RuntimeError(
@@ -46,20 +52,34 @@ class StandIns:
             )
         return grad.take_arrived(), True
 
-    def remove(self, index: int) -> None:
-        """Make room for DDP, which must find no stand-in when it accumulates; `was_removed` remembers it."""
-        param = self._buckets.params[index]
-        if isinstance(param.grad, ShardedGradient):
-            self._removed.add(index)
-            param.grad = None
+    def has_own_grad(self, index: int) -> bool:
+        """Whether this rank has a gradient of its own for a parameter, which was not reduced yet."""
+        grad = self._buckets.params[index].grad
+        if grad is None or (index in self._whole and self._whole[index]() is grad):
+            return False
+        return type(grad) is not ShardedGradient or grad.arrived is not None
 
-    def was_removed(self, index: int) -> bool:
-        """Whether a stand-in was removed for DDP, so that the next gradient adds to one that was reduced before."""
-        return index in self._removed
+    def was_dropped(self, index: int) -> bool:
+        """Whether the user has removed or replaced the stand-in of a parameter."""
+        grad = self._buckets.params[index].grad
+        return type(grad) is not ShardedGradient and (grad is None or index not in self._lifted)
 
-    def forget_removed(self, index: int | None = None) -> None:
-        """Forget that a stand-in was removed; all of them if none is named."""
-        if index is None:
-            self._removed.clear()
-        else:
-            self._removed.discard(index)
+    # ------------------------------------------------------------------ DDP must find no stand-ins
+
+    def lift(self, params: Iterable[int]) -> None:
+        """Take the stand-ins of these parameters out of `.grad`, because DDP is about to read and write it."""
+        for index in params:
+            if type(self._buckets.params[index].grad) is ShardedGradient:
+                self._buckets.params[index].grad = None
+                self._lifted.add(index)
+
+    def put_back(self) -> None:
+        """Put the stand-ins back that were lifted, where DDP has left no gradient of this rank."""
+        for index in list(self._lifted):
+            if self._buckets.params[index].grad is None:
+                self.place_one(index)
+                self._lifted.discard(index)
+
+    def forget_lifted(self) -> None:
+        """All gradients were reduced or dropped: what stands in `.grad` now is what counts."""
+        self._lifted.clear()

@@ -17,7 +17,9 @@ from zerostep.step.engine import Engine
 from zerostep.step.grad_sources import GradSource
 from zerostep.step.health import Health
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.pass_message import options_digest
 from zerostep.step.reference import ReferenceOptimizer
+from zerostep.step.weak import weakly
 
 
 class TrainingStep:
@@ -39,12 +41,13 @@ class TrainingStep:
         self._engine, self._inners, self._groups, self._source = engine, inners, groups, source
         self._saves, self._health, self._settings = saves, health, settings
         self._reference: ReferenceOptimizer | None = None
-        self._count, self._has_state = 0, False
+        self._has_state = False
+        engine.attach(weakly(self._options_digest), weakly(self._begin_update), weakly(self._end_update))
 
     @property
     def count(self) -> int:
         """Steps so far."""
-        return self._count
+        return self._engine.iteration.steps
 
     @property
     def has_state(self) -> bool:
@@ -60,19 +63,36 @@ class TrainingStep:
         """One step. With `gather="forward"` parameters may still be in flight at its end, but not in a join context."""
         self.check_usable()
         self._saves.raise_if_failed()
-        self._follow_params()
+        if self._settings.update == "step":
+            self._follow_params()
         with self._engine.lock, self._failing():
-            self._engine.end_passes()
-            self._step_reference()
-            self._engine.update(self._inners)
-            self._engine.wait_used_mask()
+            self._engine.settle()
+            if self._settings.update == "step":
+                self._step_reference()
+                self._engine.update(self._inners)
+                self._end_update()
+            self._engine.read_messages()
             # In a join context DDP broadcasts all parameters at the end, whatever is still in flight.
             if self._settings.gather == "step" or joining:
                 self._raise_if_peer_failed()
                 self.synchronize()
-        self._inners.pull_options(self._groups())
-        self._count, self._has_state = self._count + 1, True
+        self._engine.iteration.end_step()
+        self._has_state = True
         self._compare_with_reference()
+
+    def _begin_update(self) -> InnerOptimizers:
+        """With `update="backward"`: the first gradient of a pass is there; runs on autograd's thread."""
+        self.check_usable()
+        self._saves.raise_if_failed()
+        self._follow_params()
+        self._has_state = True
+        return self._inners
+
+    def _end_update(self) -> None:
+        self._inners.pull_options(self._groups())
+
+    def _options_digest(self) -> int:
+        return options_digest(self._groups())
 
     def _follow_params(self) -> None:
         """Notice what the user did to parameters and options since the last step."""
@@ -94,7 +114,7 @@ class TrainingStep:
         try:
             yield
         except Exception as error:
-            self._health.mark_broken(f"step {self._count + 1} failed on rank {self.rank}: {error}")
+            self._health.mark_broken(f"step {self.count + 1} failed on rank {self.rank}: {error}")
             raise
 
     def _raise_if_peer_failed(self) -> None:
@@ -102,7 +122,7 @@ class TrainingStep:
         failed = self._engine.failed_ranks()
         if failed:
             self.synchronize()
-            raise self._health.mark_broken(f"the update of step {self._count} failed on rank {failed[0]}")
+            raise self._health.mark_broken(f"the update of step {self.count} failed on rank {failed[0]}")
 
     def synchronize(self) -> None:
         """Return when all parameters are in place."""
@@ -131,7 +151,8 @@ class TrainingStep:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
         self._inners.pull_options(self._groups())
         self._health.mark_recovered()
-        self._has_state, self._count = has_state, self._count if count is None else count
+        self._engine.iteration.restart(count)
+        self._has_state = has_state
 
     # ------------------------------------------------------------------ verification
 
@@ -178,12 +199,7 @@ class TrainingStep:
 
     def shadow_step(self, in_ddp: bool) -> None:
         """A joined rank's step, in place of the user's."""
-        with self._engine.lock:
-            self.run(joining=True)
-            # The live ranks drop their gradients before the next pass. Those of a bare module announce it, see
-            # `Engine.shadow_backward`.
-            if in_ddp or self._settings.reduction == "all":
-                self._engine.drop_all()
+        self.run(joining=True)
         if not in_ddp and self._settings.reduction == "all":
             for param in self._engine.buckets.params:
                 param.grad = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
@@ -13,8 +14,6 @@ from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
 from zerostep.step.labels import PhaseTimer
-from zerostep.step.reduction import Reduction
-from zerostep.step.whole_grads import owned_part
 
 # Updates begin while the last sums are in flight; where the host does not wait for sums, one batch is cheapest.
 _MOST_PARTIAL_STEPS = 8
@@ -27,34 +26,33 @@ class Updater:
     def __init__(
         self,
         buckets: BucketShards,
-        reduction: Reduction,
         gathers: PendingGathers,
         settings: Settings,
         blocks_host: bool,
         timer: PhaseTimer,
     ) -> None:
-        self._buckets, self._reduction, self._gathers, self._timer = buckets, reduction, gathers, timer
-        self._gather, self._whole = settings.gather, settings.reduction == "all"
+        self._buckets, self._gathers, self._timer, self._gather = buckets, gathers, timer, settings.gather
         self._most_batches = _MOST_PARTIAL_STEPS if blocks_host else 1
 
-    def update(self, chosen: Sequence[int], inners: InnerOptimizers) -> Exception | None:
+    def update(
+        self, chosen: Sequence[int], inners: InnerOptimizers, grad_of: Callable[[int], Tensor], used: Collection[int]
+    ) -> Exception | None:
         """Step on the owned part of the chosen buckets and launch their gathers; the error of the update, if it failed.
 
-        Even after an error all buckets are launched, with old values: the other ranks wait for them.
+        `grad_of` waits for the owned part of a bucket's gradients; `used` are the parameters that have one. Even after
+        an error all buckets are launched, with old values: the other ranks wait for them.
         """
         failure: Exception | None = None
         partial_steps = inners.begin()
-        with torch.no_grad():
-            for batch in self._batches(chosen):
-                for bucket in batch:
-                    self._reduction.finish(bucket)
-                try:
-                    if failure is None:
-                        self._step(batch, inners, partial_steps)
-                except Exception as error:
-                    failure = error
-                if self._gather == "step":
-                    self._launch(batch)
+        for batch in self._batches(chosen):
+            grads = {bucket: grad_of(bucket) for bucket in batch}
+            try:
+                if failure is None:
+                    self.step_on(grads, inners, partial_steps, used)
+            except Exception as error:
+                failure = error
+            if self._gather == "step":
+                self.launch(batch)
         partial_steps.end()
         return failure
 
@@ -63,20 +61,22 @@ class Updater:
         if self._gather == "forward":
             # Small buckets hold norms and biases, which forward needs everywhere; then come the first layers.
             sizes = self._buckets.layout.buckets
-            self._launch(sorted(chosen, key=lambda bucket: (sizes[bucket].size > _SMALL_BUCKET, -bucket)))
+            self.launch(sorted(chosen, key=lambda bucket: (sizes[bucket].size > _SMALL_BUCKET, -bucket)))
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
         size = max(1, -(-len(chosen) // self._most_batches))
         for start in range(0, len(chosen), size):
             yield chosen[start : start + size]
 
-    def _step(self, batch: Sequence[int], inners: InnerOptimizers, partial_steps: PartialSteps) -> None:
-        leaves = list[Leaf]()
+    @torch.no_grad()
+    def step_on(
+        self, grads: Mapping[int, Tensor], inners: InnerOptimizers, partial_steps: PartialSteps, used: Collection[int]
+    ) -> None:
+        """Step on the owned part of some buckets, given their gradients by bucket."""
+        leaves, batch = list[Leaf](), list(grads)
         try:
-            for bucket in batch:
-                shard = self._buckets.bind(bucket)
-                part = owned_part(self._buckets, bucket) if self._whole else self._reduction.sums[bucket]
-                for leaf in self._used_leaves(shard, inners):
+            for bucket, part in grads.items():
+                for leaf in self._used_leaves(self._buckets.bind(bucket), inners, used):
                     leaf.tensor.grad = leaf.view(part).to(leaf.tensor.dtype)
                     leaves.append(leaf)
             with self._timer.phase("update", batch[0], batch[-1]):
@@ -88,12 +88,12 @@ class Updater:
             self._buckets.shards[bucket].copy_masters_to_params()
             self._buckets.shards[bucket].mark_changed()
 
-    def _used_leaves(self, shard: Shard, inners: InnerOptimizers) -> list[Leaf]:
+    def _used_leaves(self, shard: Shard, inners: InnerOptimizers, used: Collection[int]) -> list[Leaf]:
         """The leaves of a bucket that take part in this step.
 
         Parameters in one leaf share its state. Where only some of them are used, the leaf is split for good.
         """
-        chosen, used = list[Leaf](), self._reduction.used
+        chosen = list[Leaf]()
         for leaf in list(shard.leaves):
             in_use = [index in used for index in leaf.params]
             parts = [leaf]
@@ -103,7 +103,7 @@ class Updater:
             chosen += [each for each in parts if each.params[0] in used]
         return chosen
 
-    def _launch(self, batch: Iterable[int]) -> None:
+    def launch(self, batch: Iterable[int]) -> None:
         """Launch gathers. The order must be the same on all ranks."""
         for bucket in batch:
             memory = self._buckets.shards[bucket].memory

@@ -10,19 +10,14 @@ from torch import Tensor
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Fragment
 from zerostep.step.bucket_shards import BucketShards
-from zerostep.step.sharded_grad import ShardedGradient
 from zerostep.tensors import flat_alias
 
 
-def set_whole_grads(buckets: BucketShards, sums: Mapping[int, Tensor], used: Iterable[int]) -> None:
-    """Put whole sums into `.grad` of their parameters, where no whole gradient stands yet."""
-    for index in used:
-        bucket, span = buckets.layout.place_of(index)
-        param = buckets.params[index]
-        already_set = param.grad is not None and type(param.grad) is not ShardedGradient
-        if bucket in sums and not already_set:
-            place = sums[bucket][span.start : span.stop]
-            param.grad = place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
+def whole_grad(buckets: BucketShards, sums: Mapping[int, Tensor], index: int) -> Tensor:
+    """The whole gradient of a parameter, from the whole sum of its bucket."""
+    bucket, span = buckets.layout.place_of(index)
+    param, place = buckets.params[index], sums[bucket][span.start : span.stop]
+    return place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
 
 
 def owned_part(buckets: BucketShards, bucket: int) -> Tensor:

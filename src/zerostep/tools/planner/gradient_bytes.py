@@ -16,6 +16,7 @@ from zerostep.comm.codec import dtype_named
 from zerostep.comm.exchange import NullExchange, PendingReduce
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Bucket, Layout
+from zerostep.step.grad_sums import GradSums
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan
@@ -43,13 +44,14 @@ def gradient_bytes(
     exchange = _CountingExchange(layout.world_size, rank, on_host)
     plan = _plan(layout, rank, reduce_dtype, exchange)
     plan = replace(plan, small=0) if in_ddp else plan
-    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), GradSums(plan))
+    reduction.begin()
     for param in arrivals:
         if layout.params[param].trainable:
             grad = torch.empty_like(plan.params[param])
             bucket = layout.buckets[plan.bucket_of[param]]
             exchange.expect(bucket, 0 if in_ddp else grad.nbytes, plan.held_back[param])
-            reduction.arrive(param, grad, accumulate=False)
+            reduction.arrive(param, grad)
     return exchange.totals()
 
 

@@ -1,0 +1,87 @@
+"""When a backward call is over, from inside the hooks that run in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.autograd import Variable
+
+from zerostep.step.weak import weakly
+
+
+class BackwardEnd:
+    """Calls `action` once at the end of each backward call in which `expect` was called.
+
+    A backward call inside another one, as in reentrant checkpointing, is part of the outer one. After a call that has
+    failed, and under compiled autograd, which runs no callbacks, `action` is not called; `active` is then false.
+    Runs on autograd's threads; the engine's lock keeps them apart.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = weakly(action)
+        # Autograd has the only strong references, and drops them with the call: a failed one leaves nothing here.
+        self._expected: WeakSet[_TaskEnd] = WeakSet()
+
+    @property
+    def active(self) -> bool:
+        """Whether a backward call is running in which `expect` was called."""
+        return len(self._expected) > 0
+
+    def expect(self) -> None:
+        """Call `action` when the backward call that runs this hook is over."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and not any(each.task == task for each in self._expected):
+            end = _TaskEnd(task, weakly(self._task_over))
+            self._expected.add(end)
+            _queue(end)
+
+    def _task_over(self, end: _TaskEnd) -> None:
+        self._expected.discard(end)
+        if self._expected:
+            return  # a call inside another one, or beside one in another thread, which ends the pass
+        outer = torch._C._current_autograd_node()
+        if outer is None:
+            self._action()
+        else:
+            self._expect_outer(outer)
+
+    def _expect_outer(self, node: Any) -> None:
+        """A call has ended inside another one, in which no gradient has arrived: wait for that node's successors.
+
+        They run in the outer call. If none does, the pass is ended by the next call of the optimizer's methods.
+        """
+        end = _TaskEnd(-1, weakly(self._task_over))
+        handles: list[Any] = []
+
+        def resume(*args: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            self._expected.discard(end)
+            self.expect()
+
+        self._expected.add(end)
+        for successor, _ in node.next_functions:
+            if successor is not None:
+                handles.append(successor.register_prehook(resume))
+
+
+class _TaskEnd:
+    """A callback of one of autograd's graph tasks. It runs twice: at first it queues itself behind DDP's callback."""
+
+    def __init__(self, task: int, over: Callable[[_TaskEnd], None]) -> None:
+        self.task, self._over, self._queued_again = task, over, False
+
+    def __call__(self) -> None:
+        if self._queued_again:
+            self._over(self)
+        else:
+            self._queued_again = True
+            _queue(self)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(callback)

@@ -1,0 +1,110 @@
+"""The reduced gradients of a step, kept until they are dropped: a sum per bucket, and the parameters that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from zerostep.plan.layout import Span
+from zerostep.step.reduction import MOST_IN_FLIGHT
+from zerostep.step.reduction_plan import ReductionPlan
+
+
+class GradSums:
+    """This rank's part of each reduced bucket, added up over the passes of a step; all of it if gradients are whole."""
+
+    def __init__(self, plan: ReductionPlan) -> None:
+        self._plan = plan
+        self._parts: dict[int, Tensor] = {}
+        self._used: set[int] = set()
+        self._reusable: dict[int, Tensor] = {}
+
+    def extend(self, plan: ReductionPlan) -> None:
+        """Go on with a plan that has further buckets."""
+        self._plan = plan
+
+    @property
+    def parts(self) -> Mapping[int, Tensor]:
+        """The sums, by bucket."""
+        return self._parts
+
+    @property
+    def used(self) -> Collection[int]:
+        """The parameters that have a gradient in this step."""
+        return self._used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums, and of memory kept for the next ones."""
+        kept = (part.untyped_storage() for part in [*self._parts.values(), *self._reusable.values()])
+        return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+
+    # ------------------------------------------------------------------ what the reduction calls
+
+    def launched(self, bucket: int, params: Collection[int]) -> None:
+        """Nothing to do before the sum is complete."""
+
+    def memory_for(self, bucket: int) -> Tensor | None:
+        """The memory of a sum that was dropped."""
+        return self._reusable.pop(bucket, None)
+
+    def take(self, bucket: int, part: Tensor) -> None:
+        """Add the sum of a pass to those of earlier ones."""
+        if bucket in self._parts:
+            self._parts[bucket].add_(part)
+        else:
+            self._parts[bucket] = part
+
+    # ------------------------------------------------------------------ which parameters count
+
+    def use(self, params: Iterable[int]) -> None:
+        """Count parameters as used: some rank has a gradient for them."""
+        self._used.update(params)
+
+    def use_only(self, params: Iterable[int]) -> None:
+        """Count exactly these parameters as used."""
+        self._used = set(params)
+
+    def take_all(self) -> dict[int, Tensor]:
+        """Hand over all sums; none are left here."""
+        parts, self._parts = self._parts, {}
+        return parts
+
+    def drop(self, params: Iterable[int]) -> None:
+        """Drop the gradients of some parameters. Nothing of an ended pass may be in flight."""
+        dropped = self._used.intersection(params)
+        self._used -= dropped
+        if not self._used:
+            self.drop_all()
+        for bucket in {self._plan.bucket_of[param] for param in dropped}.intersection(self._parts):
+            self._clear(bucket, dropped)
+
+    def drop_all(self) -> None:
+        """Drop all gradients; memory of sums on the host is kept for the next ones."""
+        # Buckets that are in flight at the end of backward have no sum yet, and get memory of their own.
+        last = list(self._parts) if self._plan.whole else sorted(self._parts)[-MOST_IN_FLIGHT:]
+        on_host = {bucket: part for bucket, part in self._parts.items() if part.device.type == "cpu"}
+        # An inner optimizer may keep a reference to a gradient that it was given: such memory is not reused.
+        alone = _references(torch.empty(0))
+        self._reusable = {b: part for b, part in on_host.items() if b not in last and _references(part) == alone}
+        self._parts, self._used = {}, set()
+
+    def _clear(self, bucket: int, dropped: Collection[int]) -> None:
+        """Zero the sums of dropped gradients; the whole bucket is dropped if no other parameter in it has one."""
+        where, part = self._plan.layout.buckets[bucket], self._parts[bucket]
+        if not any(slot.param in self._used for slot in where.slots):
+            del self._parts[bucket]
+            return
+        start = 0 if self._plan.whole else where.owned(self._plan.rank).start
+        for slot in where.slots:
+            if slot.param in dropped:
+                span = slot.span.intersect(Span(start, start + part.numel())).shift(-start)
+                part[span.start : span.stop].zero_()
+
+
+def _references(tensor: Tensor) -> int:
+    """How many references there are to the storage of a tensor: its own, those of its views, and that of the caller."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
