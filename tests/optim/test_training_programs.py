@@ -1,0 +1,281 @@
+"""Training loops in which ranks use different parts of a model, against plain DDP: dropping, adding up, waiting."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.pool import Pool
+from tests.helpers.reference import Batch
+from tests.helpers.sharding import MOMENTUM, SCATTERED, WAYS, Contest, in_ddp, no_sync, seeded, series, values
+from zerostep import ShardedOptimizer
+
+DEADLINE = 40.0
+
+
+class Heads(nn.Module):
+    """A trunk and four heads, each of which has buckets of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(9, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3) for _ in range(4)])
+        self.wide = nn.Linear(9, 3).double()
+
+    def forward(self, inputs: Tensor, heads: Sequence[int]) -> Tensor:
+        hidden = torch.tanh(self.trunk(inputs))
+        found = torch.stack([self.heads[head](hidden) for head in heads if head < 4]).sum(0)
+        return found + self.wide(inputs.double()).float() if 4 in heads else found
+
+
+def _backward(model: nn.Module, batch: Batch, *heads: int) -> Tensor:
+    """A backward pass over the heads that this rank uses."""
+    loss = mse_loss(model(batch[0], heads), batch[1])
+    loss.backward()
+    return loss
+
+
+def _mine(*heads: Sequence[int]) -> Sequence[int]:
+    return heads[dist.get_rank() % len(heads)]
+
+
+def _bare(model: nn.Module) -> Heads:
+    inner = model if isinstance(model, Heads) else model.module
+    assert isinstance(inner, Heads)
+    return inner
+
+
+def _group(model: nn.Module, optimizer: Any) -> ProcessGroup:
+    group: ProcessGroup = (optimizer if isinstance(optimizer, ShardedOptimizer) else model).process_group
+    return group
+
+
+# Loops.
+
+
+def _model_drops_then_some_ranks_use(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for number, batch in enumerate(data):
+        model.zero_grad()
+        _backward(model, batch, *(_mine([0, 1], [0, 1, 4]) if number % 2 else range(5)))
+        optimizer.step()
+
+
+def _one_by_one_then_nobody_uses(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for number, batch in enumerate(data):
+        for param in model.parameters():
+            param.grad = None
+        _backward(model, batch, *([2, 3] if number % 2 else range(5)))
+        optimizer.step()
+
+
+def _frozen_after_the_first_step(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for number, batch in enumerate(data):
+        _bare(model).heads[1].requires_grad_(number == 0)
+        model.zero_grad()
+        _backward(model, batch, *range(5))
+        optimizer.step()
+
+
+def _collective_before_the_step(model: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = _backward(model, batch, *_mine([0, 2], [1], [3])).detach()
+        dist.all_reduce(loss, group=_group(model, optimizer))
+        losses.append(round(loss.item(), 4))
+        optimizer.step()
+    return losses
+
+
+def _collective_in_the_next_forward(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        for number, batch in enumerate((first, second)):
+            mean = batch[0].mean(0)
+            dist.all_reduce(mean, group=_group(model, optimizer))
+            _backward(model, (batch[0] - mean, batch[1]), *_mine([number], [number + 1, 3]))
+        optimizer.step()
+
+
+def _heads_in_another_order(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        _backward(model, first, *_mine([0], [1], [2]))
+        _backward(model, second, *_mine([1], [0], [3]))
+        optimizer.step()
+
+
+def _second_pass_leaves_some_unused(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        _backward(model, first, *range(5))
+        _backward(model, second, 2, 4)
+        optimizer.step()
+
+
+def _set_to_zero_then_unused(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for number, batch in enumerate(data):
+        optimizer.zero_grad(set_to_none=False)
+        _backward(model, batch, *([0, 3] if number % 2 else range(5)))
+        optimizer.step()
+
+
+def _by_hand_after_a_norm(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for batch in data:
+        optimizer.zero_grad()
+        _backward(model, batch, *range(5))
+        clip_grad_norm_(model.parameters(), 1e6)
+        for param in _bare(model).heads[0].parameters():
+            param.grad = torch.full_like(param, 0.25)
+        optimizer.step()
+
+
+def _grad_between_backward_and_clip(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for batch in data:
+        optimizer.zero_grad()
+        _backward(model, batch, *range(5))
+        head = _bare(model).heads[0]
+        torch.autograd.grad(head(torch.ones(2, 8)).sum(), list(head.parameters()))
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def _scaled_with_a_dtype_that_one_rank_lacks(model: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2), []
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        loss = mse_loss(model(batch[0], _mine([0, 4], [0, 1])), batch[1])
+        scaler.scale(loss * (torch.inf if number == 2 and dist.get_rank() == 0 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def _used_inside_no_sync_alone(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        with no_sync(model, optimizer):
+            _backward(model, first, *_mine([0, 1], [0], [2]))
+        _backward(model, second, *_mine([0], [0, 3], [0]))
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+
+def _dropped_where_ranks_used_different_ones(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for batch in data:
+        optimizer.zero_grad()
+        _backward(model, batch, *_mine([0, 1], [0, 2], [0, 3]))
+        for param in _bare(model).heads[1].parameters():
+            param.grad = None
+        optimizer.step()
+
+
+def _a_batch_is_skipped(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for number, batch in enumerate(data):
+        _backward(model, batch, *(_mine([0, 1], [2]) if number % 2 else _mine([1, 3], [0, 4])))
+        if number % 2:
+            optimizer.step()
+        model.zero_grad()
+
+
+def _no_sync_on_top_of_a_sum(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        _backward(model, first, *_mine([0, 1], [0, 2]))
+        with no_sync(model, optimizer):
+            _backward(model, second, *_mine([1, 3], [0]))
+        _backward(model, first, *_mine([0], [2]))
+        optimizer.step()
+
+
+def _in_reentrant_segments(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    """All gradients of the bare model arrive in backward calls inside another one, and some parameters get none."""
+    for batch in data:
+        optimizer.zero_grad()
+        heads = _mine([0, 1], [2, 3])
+        if isinstance(model, Heads):
+            hidden = torch.tanh(checkpoint(model.trunk, batch[0].clone().requires_grad_(), use_reentrant=True))
+            found = torch.stack([checkpoint(model.heads[head], hidden, use_reentrant=True) for head in heads]).sum(0)
+        else:
+            found = model(batch[0], heads)
+        mse_loss(found, batch[1]).backward()
+        dist.barrier(_group(model, optimizer))
+        optimizer.step()
+
+
+EVERYWHERE: list[Callable[..., Any]] = [
+    _model_drops_then_some_ranks_use,
+    _one_by_one_then_nobody_uses,
+    _frozen_after_the_first_step,
+    _collective_before_the_step,
+    _collective_in_the_next_forward,
+    _heads_in_another_order,
+    _second_pass_leaves_some_unused,
+    _set_to_zero_then_unused,
+    _by_hand_after_a_norm,
+    _grad_between_backward_and_clip,
+    _scaled_with_a_dtype_that_one_rank_lacks,
+    _used_inside_no_sync_alone,
+    _dropped_where_ranks_used_different_ones,
+    _a_batch_is_skipped,
+    _no_sync_on_top_of_a_sum,
+]
+
+
+def _contest(ways: Sequence[str]) -> Contest:
+    return Contest(
+        build=lambda: seeded(Heads),
+        kind=SGD,
+        options=MOMENTUM,
+        ddp={"find_unused_parameters": True},
+        batches="matrices",
+        close=2e-6,
+        ways=ways,
+    )
+
+
+def _run(group: ProcessGroup, loop: Callable[..., Any], ways: Sequence[str]) -> None:
+    _contest(ways).run(group, loop, steps=6)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("loop", EVERYWHERE)
+def test_a_loop_equals_plain_ddp_in_every_way(pool: Pool, loop: Callable[..., Any], world: int) -> None:
+    pool.run(_run, world, loop, WAYS, deadline=DEADLINE)
+
+
+def _on_a_mesh(group: ProcessGroup, loop: Callable[..., Any]) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    contest, data = _contest(SCATTERED), series(group, 6, "matrices")
+    plain = contest.plain(group)
+    loop(*plain, data)
+    for way in SCATTERED:
+        model = seeded(Heads)
+        wrapped = in_ddp(group, model, find_unused_parameters=True) if way.startswith("wrapped") else model
+        optimizer = ShardedOptimizer(wrapped, SGD, process_group=mesh, bucket_mb=0.0003, **MOMENTUM)
+        loop(wrapped, optimizer, data)
+        ours, theirs = values(model), values(plain[0])
+        assert all(torch.allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs), way
+
+
+@pytest.mark.parametrize(
+    "loop", [_model_drops_then_some_ranks_use, _frozen_after_the_first_step, _heads_in_another_order]
+)
+def test_a_loop_equals_plain_ddp_on_a_mesh(pool: Pool, loop: Callable[..., Any]) -> None:
+    pool.run(_on_a_mesh, 4, loop, deadline=DEADLINE)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_pass_that_is_all_reentrant_ends_before_backward_returns(pool: Pool, world: int) -> None:
+    pool.run(_run, world, _in_reentrant_segments, ["bare scatter", "bare all"], deadline=DEADLINE)
