@@ -198,7 +198,11 @@ class Engine:
             self._paused_grads.add(index)
             return
         with self.lock, self._noting_failure():
-            self._enter_pass()
+            try:
+                self._enter_pass()
+            except InterruptedPassError:
+                self._discard_own_grad(index)
+                raise
             self._take_own_grad(index)
 
     def before_ddp_accumulates(self, index: int) -> None:
@@ -238,6 +242,8 @@ class Engine:
         self.iteration.refuse_second_pass()
         if not self._lifted:
             self._notice_dropped()
+        if self._in_backward:
+            refuse_kept_gradients(self.buckets.layout.params[index].name for index in self.sums.used)
         if self._on_pass is not None:
             self._on_pass()
         self.iteration.begin_pass()
@@ -246,6 +252,12 @@ class Engine:
         self._used_in_pass = set()
         self.grad_ops.drop_norms()
         self.reduction.begin()
+
+    def _discard_own_grad(self, index: int) -> None:
+        """A pass was refused: leave `.grad` as it was before."""
+        _, adds = self._stand_ins.take_grad(index)
+        if not adds and index not in self._paused_grads:
+            self.buckets.params[index].grad = None
 
     def _take_own_grad(self, index: int) -> None:
         grad, adds = self._stand_ins.take_grad(index)
@@ -451,8 +463,6 @@ class Engine:
         dropped = [index for index in self.sums.used if self._stand_ins.was_dropped(index)]
         if dropped:
             self._drop(dropped)
-        if self._in_backward:
-            refuse_kept_gradients(self.buckets.layout.params[index].name for index in self.sums.used)
 
     def _drop(self, params: Sequence[int]) -> None:
         self.reduction.finish()
