@@ -199,6 +199,24 @@ def _no_sync_on_top_of_a_sum(model: nn.Module, optimizer: Any, data: list[Batch]
         optimizer.step()
 
 
+def _a_full_pass_then_apart(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        _backward(model, first, *range(5))
+        _backward(model, second, *_mine([0, 4], [1], [2, 3]))
+        optimizer.step()
+
+
+def _dropped_between_a_full_pass_and_another(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        _backward(model, first, *range(5))
+        for param in _bare(model).heads[1].parameters():
+            param.grad = None
+        _backward(model, second, *_mine([0], [2], [3]))
+        optimizer.step()
+
+
 def _in_reentrant_segments(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
     """All gradients of the bare model arrive in backward calls inside another one, and some parameters get none."""
     for batch in data:
@@ -230,6 +248,8 @@ EVERYWHERE: list[Callable[..., Any]] = [
     _dropped_where_ranks_used_different_ones,
     _a_batch_is_skipped,
     _no_sync_on_top_of_a_sum,
+    _a_full_pass_then_apart,
+    _dropped_between_a_full_pass_and_another,
 ]
 
 

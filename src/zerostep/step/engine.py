@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, RLock
+from typing import NamedTuple
 from weakref import ref
 
 from torch import Tensor
@@ -43,6 +44,13 @@ from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stand_ins import StandIns
 from zerostep.step.update import Updater
 from zerostep.step.whole_grads import gather_sums, owned_part, present_grads, whole_grad
+
+
+class _PendingMessage(NamedTuple):
+    """The messages of all ranks at the end of a pass; `applies` if this rank needs them to know what was used."""
+
+    ints: PendingInts
+    applies: bool
 
 
 class Engine:
@@ -85,7 +93,7 @@ class Engine:
         self._used_in_pass: set[int] = set()
         self._absent: list[int] = []
         self._paused_grads: set[int] = set()
-        self._pending_messages: list[PendingInts] = []
+        self._pending_messages: list[_PendingMessage] = []
         self._pending_status: PendingInts | None = None
         self._failure: Exception | None = None
         self._on_pass: Callable[[], None] | None = None
@@ -352,9 +360,9 @@ class Engine:
         with self._timer.phase("control"):
             pending = self._control.start_all_gather_ints(message.to_ints())
         # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
-        complete = self.reduction.complete
+        complete = len(self._used_in_pass) == self.reduction.trainable_count
         if self._control.blocks_host or not complete:
-            self._pending_messages.append(pending)
+            self._pending_messages.append(_PendingMessage(pending, applies=not complete))
         if read and not complete:
             self.read_messages()
         self._show_gradients()
@@ -364,10 +372,11 @@ class Engine:
         pending, self._pending_messages = self._pending_messages, []
         for each in pending:
             with self._timer.waiting("control"):
-                rows = each.wait()
+                rows = each.ints.wait()
             used = used_by_any(rows, len(self.buckets.params))
-            self._used_in_pass |= used
-            self.sums.use(used)
+            if each.applies:
+                self._used_in_pass |= used
+                self.sums.use(used)
 
     def _show_gradients(self) -> None:
         """Give every parameter that some rank has used something in `.grad`, on all ranks."""

@@ -113,9 +113,9 @@ class Reduction:
         return sorted(param for members in self._missing.values() for param in members)
 
     @property
-    def complete(self) -> bool:
-        """Whether every trainable parameter has a gradient in this pass."""
-        return len(self._written) == sum(self._trainable)
+    def trainable_count(self) -> int:
+        """How many parameters may have a gradient in this pass."""
+        return sum(self._trainable)
 
     def end(self) -> None:
         """End the pass: launch all remaining buckets, with zeros for gradients that have not arrived."""

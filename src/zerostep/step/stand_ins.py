@@ -27,7 +27,8 @@ class StandIns:
     def place(self, params: Iterable[int]) -> None:
         """Replace `.grad`, which is only this rank's own gradient, or nothing."""
         for index in params:
-            self.place_one(index)
+            if type(self._buckets.params[index].grad) is not ShardedGradient:
+                self.place_one(index)
 
     def place_one(self, index: int) -> None:
         """The same for one parameter; called for each gradient."""
