@@ -66,7 +66,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduction: `"scatter"` sums each gradient for its owners alone; `"all"` gives all gradients to all ranks, in
             `.grad`, with DDP's own sums where the module is wrapped in DDP.
         gather: `"step"` waits for the new parameters at the end of `step()`; `"forward"` when the next forward pass
-            needs them. Call `synchronize()` before you read parameters in any other way.
+            needs them, or whoever else reads them.
         master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
         reduce_dtype: sum gradients in this dtype.
         bucket_mb: about how many megabytes travel together. If not given: in host memory a quarter of the trained
@@ -190,10 +190,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
-        engine = self._training.engine
-        params, layout = engine.buckets.params, engine.buckets.layout
-        buckets = {param: layout.place_of(index)[0] for index, param in enumerate(params)}
-        return ForwardHooks(self._model, buckets, engine.gathers.wait)
+        return ForwardHooks(self._model, self._training.engine.gathers, self._bucket_of())
+
+    def _bucket_of(self) -> dict[Tensor, int]:
+        buckets = self._training.engine.buckets
+        return {param: buckets.layout.place_of(index)[0] for index, param in enumerate(buckets.params)}
 
     @property
     def _training(self) -> TrainingStep:
@@ -253,8 +254,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._grad_source.extend(engine.buckets.params)
         step.add_to_reference(self.param_groups[-1])
         if self._forward_hooks is not None:
-            self._forward_hooks.remove()
-            self._forward_hooks = self._make_forward_hooks()
+            self._forward_hooks.set_buckets(self._bucket_of())
 
     # ------------------------------------------------------------------ one step
 
@@ -293,7 +293,9 @@ class ShardedOptimizer(PartitionedOptimizer):
         engine = self._training.engine
         if set_to_none or self._settings.reduction == "all":
             engine.drop_all()
-            super().zero_grad(set_to_none)
+            # Without a look at the class of each parameter, which may be a late one: see `zerostep.step.late_params`.
+            with torch._C.DisableTorchFunctionSubclass():
+                super().zero_grad(set_to_none)
         else:
             if engine.joining():
                 raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")
