@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 # Compilations that begin while parameters are late: some are new shapes or modes, but if they do not end, compiled code
 # has guards on late parameters and would be compiled anew in every step.
 _MOST_COMPILATIONS = 3
+_REASON = 'parameters arrive during the forward pass; for a single graph, build the optimizer with gather="step"'
 
 
 class PendingGathers:
@@ -33,7 +34,7 @@ class PendingGathers:
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = timer
         self._buckets: dict[int, PendingBucket] = {}
-        self._compilations = 0
+        self._compilations, self._may_be_late = 0, True
         _ALL.add(self)
 
     def bucket(self, number: int) -> PendingBucket:
@@ -45,8 +46,8 @@ class PendingGathers:
         self.bucket(bucket).launched(gather)
 
     def make_late(self, params: Mapping[int, Sequence[Tensor]]) -> None:
-        """Let whoever reads these parameters wait for their bucket."""
-        if self._compilations > _MOST_COMPILATIONS:
+        """Let whoever reads these parameters wait for their bucket; wait now if no parameter may be late."""
+        if not self._may_be_late:
             self.wait()
             return
         if _before_compilation not in callback_handler.start_callbacks:  # torch.compiler.reset() removes it
@@ -59,12 +60,17 @@ class PendingGathers:
         for bucket in list(self._buckets.values()):
             bucket.wait()
 
+    def forbid_late(self, reason: str) -> None:
+        """From now on, no parameter is late: `make_late` waits."""
+        _log.info("step() waits for new parameters: %s", reason)
+        self._may_be_late = False
+
     def before_compilation(self) -> None:
         """Wait, so that no code is compiled for the class of a late parameter."""
         if any(bucket.is_late for bucket in list(self._buckets.values())):
             self._compilations += 1
             if self._compilations > _MOST_COMPILATIONS:
-                _log.info("compiled code reads parameters before they are in place: step() waits for them from now on")
+                self.forbid_late("compiled code reads them before the modules that have them are called")
             self.wait()
 
 
@@ -83,9 +89,12 @@ class ForwardHooks:
         self._root, self._gathers = root, gathers
         self._own: dict[nn.Module, list[PendingBucket]] = {}
         self.set_buckets(bucket_of)
-        before = weakly(self._before)
+        # Not traced by torch.compile: it waits between two graphs.
+        before = torch._dynamo.disable(weakly(self._before), reason=_REASON)
         for module in root.modules():
-            if module is root or module._parameters or isinstance(module, torch.jit.ScriptModule):
+            if isinstance(module, torch.jit.ScriptModule):
+                gathers.forbid_late("a script takes no hooks")
+            elif module is root or module._parameters:
                 # In front of the user's hooks, which may read the parameters.
                 module.register_forward_pre_hook(before, prepend=True)
 
@@ -96,11 +105,9 @@ class ForwardHooks:
             # The order in which `Updater.launch_deferred` launches the gathers.
             self._own[module] = [self._gathers.bucket(bucket) for bucket in sorted(buckets, reverse=True)]
 
-    @torch._dynamo.disable(reason='parameters arrive during forward; for one graph, build the optimizer with gather="step"')
     def _before(self, module: nn.Module, *args: Any) -> None:
-        # A script reads the parameters of all its modules, and torch has faster paths for evaluation, which it does
-        # not take if the class of a parameter is not an ordinary one.
-        if isinstance(module, torch.jit.ScriptModule) or (module is self._root and not module.training):
+        if module is self._root and not module.training:
+            # Torch's fast paths for evaluation are not taken if the class of a parameter is not an ordinary one.
             self._gathers.wait()
         for bucket in self._own.get(module, ()):
             bucket.wait()

@@ -91,6 +91,22 @@ class _Late:
         _wait_for(types)
         return func(*args, **(kwargs or {}))
 
+    @property
+    def grad(self) -> Tensor | None:
+        """As ever, and faster than by `__torch_function__`: `zero_grad()` of a module asks for it twice."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _grad.__delete__(self)
+
     def __deepcopy__(self, memo: Any) -> Any:
         self.pending_bucket.wait()
         return deepcopy(self, memo)
@@ -109,11 +125,11 @@ def _wait_for(types: Any) -> None:
 
 # Used between step() and the next forward pass, and without a look at the values. Short on purpose: functions of torch
 # that pass the memory on to C++ without a further question, such as those of torch.distributed, ask for more than this.
-_ATTRIBUTES: Any = (Tensor.grad, Tensor.requires_grad)
+_grad: Any = Tensor.grad
+_requires_grad: Any = Tensor.requires_grad
 _READS_NO_VALUES = frozenset(
     (
-        *(attribute.__get__ for attribute in _ATTRIBUTES),
-        *(attribute.__set__ for attribute in _ATTRIBUTES),
+        *(_grad.__get__, _grad.__set__, _grad.__delete__, _requires_grad.__get__, _requires_grad.__set__),
         *(attribute.__get__ for attribute in (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.is_leaf)),
         *(Tensor._version.__get__, Tensor.numel, Tensor.requires_grad_),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
