@@ -1,12 +1,12 @@
 """Gathers of parameters that come into place when they are waited for, and not a moment earlier."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import HostExchange
@@ -16,18 +16,18 @@ class LateGather:
     """A gather into a copy. Until `wait`, the parts of other ranks are not numbers."""
 
     def __init__(self, in_flight: Any, copy: Tensor, memory: Tensor, foreign: list[slice], on_wait: Callable[[], None]):
-        self._in_flight, self._copy, self._memory, self._foreign = in_flight, copy, memory, foreign
+        # Through numpy: someone may wait where torch forbids to write, as inside of torch.func.grad().
+        self._in_flight, self._copy, self._memory, self._foreign = in_flight, copy.numpy(), memory.numpy(), foreign
         self._on_wait = on_wait
         for part in foreign:
-            memory[part] = torch.nan
+            self._memory[part] = math.nan
 
     def wait(self) -> None:
         """Let the parts of other ranks appear."""
         self._on_wait()
         self._in_flight.wait()
-        with torch.no_grad():
-            for part in self._foreign:
-                self._memory[part] = self._copy[part]
+        for part in self._foreign:
+            self._memory[part] = self._copy[part]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`gather="forward"`: whoever reads a parameter that is in flight waits for it, in whatever order modules are called."""
+"""`gather="forward"`: whoever reads a parameter in flight waits for it, in whatever order modules are called."""
 
 import copy
 import gc
@@ -64,7 +64,7 @@ def _inner(model: nn.Module) -> Any:
     return model.module if isinstance(model, DDP) else model
 
 
-def _params(model: nn.Module) -> list[nn.Parameter]:
+def _params(model: nn.Module) -> list[Tensor]:
     return list(model.parameters())
 
 
@@ -95,9 +95,9 @@ def _averaged(model: nn.Module) -> list[Tensor]:
 
 
 def _copied(model: nn.Module) -> list[Tensor]:
-    copies = [copy.deepcopy(param) for param in model.parameters()]
+    copies: list[Tensor] = [copy.deepcopy(param) for param in model.parameters()]
     copies += [copy.copy(param) for param in model.parameters()]
-    copies += [pickle.loads(pickle.dumps(param)) for param in model.parameters()]
+    copies += [pickle.loads(pickle.dumps(param)) for param in model.parameters()]  # noqa: S301
     assert {type(each) for each in copies} == {nn.Parameter}
     return copies
 
@@ -114,7 +114,7 @@ def _summed_over_ranks(model: nn.Module, optimizer: Any) -> Tensor:
 
 def _by_storage(param: Tensor) -> Tensor:
     storage = param.untyped_storage()
-    return torch.empty(0).set_(storage, param.storage_offset(), param.shape, param.stride()).clone()  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0).set_(storage, param.storage_offset(), param.shape, param.stride()).clone()
 
 
 def _functional(model: nn.Module) -> Tensor:
@@ -307,7 +307,7 @@ def _touched(group: ProcessGroup) -> None:
             param.requires_grad_(True)
             param.register_hook(lambda grad: grad).remove()
             assert param.requires_grad
-            assert param in {param}
+            assert {param: 1}[param]
         assert not waits
         assert all(type(param) is not nn.Parameter for param in model.parameters())
         optimizer.synchronize()

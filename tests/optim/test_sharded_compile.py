@@ -1,6 +1,7 @@
 """`ShardedOptimizer` and `torch.compile`: compiled before or after, in part or by hand, with late parameters or not."""
 
 from collections.abc import Callable
+from shutil import which
 from typing import Any
 
 import pytest
@@ -45,31 +46,27 @@ class Blocks(nn.Module):
         return result
 
 
-def _plain_block() -> nn.Module:
-    return nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9))
-
-
 def _blocks() -> nn.Module:
     return seeded(Blocks)
 
 
 def _plain() -> nn.Module:
-    return seeded(lambda: Blocks(_plain_block))
+    return seeded(lambda: Blocks(lambda: nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9))))
 
 
 def _in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="aot_eager")
+    model.compile(backend="eager")
     return model
 
 
 def _block_in_place(model: Any) -> nn.Module:
-    model.block.compile(backend="aot_eager")
-    return model  # type: ignore[no-any-return]
+    model.block.compile(backend="eager")
+    return model
 
 
 def _block_replaced(model: Any) -> nn.Module:
-    model.block = torch.compile(model.block, backend="aot_eager")
-    return model  # type: ignore[no-any-return]
+    model.block = torch.compile(model.block, backend="eager")
+    return model
 
 
 class ByHand(nn.Module):
@@ -78,7 +75,7 @@ class ByHand(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.function = torch.compile(self.compute, backend="aot_eager")
+        self.function = torch.compile(self.compute, backend="eager")
 
     def compute(self, inputs: Tensor) -> Tensor:
         model = self.model
@@ -92,7 +89,7 @@ class ByHand(nn.Module):
 
 
 HOW: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "torch.compile": lambda model: torch.compile(model, backend="aot_eager"),  # type: ignore[dict-item,return-value]
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item,return-value]
     "in place": _in_place,
     "a block in place": _block_in_place,
     "a block replaced": _block_replaced,
@@ -105,12 +102,12 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _compiled(group: ProcessGroup, how: str, when: str, make: Callable[[], nn.Module]) -> list[int]:
+def _compiled(group: ProcessGroup, how: str, when: str) -> list[int]:
     """The number of graphs after each step."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     data = series(group, 10, "matrices")
-    bare, twin = make(), Ordered(group, make())
+    bare, twin = _blocks(), Ordered(group, _blocks())
     model = HOW[how](bare) if when != "after" else bare
     if when == "before and run":
         model(data[0][0])
@@ -133,11 +130,10 @@ def _compiled(group: ProcessGroup, how: str, when: str, make: Callable[[], nn.Mo
     return counts
 
 
-@pytest.mark.parametrize("make", [_plain, _blocks], ids=["all called", "some only read"])
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("how", HOW)
-def test_compiled_code_finds_the_new_parameters(pool: Pool, how: str, when: str, make: Any) -> None:
-    counts = pool.run(_compiled, 2, how, when, make)[0]
+def test_compiled_code_finds_the_new_parameters(pool: Pool, how: str, when: str) -> None:
+    counts = pool.run(_compiled, 2, how, when)[0]
     assert counts[0] >= 1
     assert counts[5] == counts[-1], f"compiled in every step: {counts}"
 
@@ -146,8 +142,8 @@ def _overlapping(group: ProcessGroup, when: str) -> list[int]:
     """How many buckets were waited for inside the last steps."""
     torch._dynamo.reset()
     data = series(group, 8, "matrices")
-    bare = _plain()
-    model: Any = torch.compile(bare, backend="aot_eager")
+    bare, twin = _plain(), Ordered(group, _plain())
+    model: Any = torch.compile(bare, backend="eager")
     if when == "before and run":
         model(data[0][0])
     optimizer = sharded(group, bare, **ALONE)
@@ -155,11 +151,12 @@ def _overlapping(group: ProcessGroup, when: str) -> list[int]:
     with late_gathers() as waits:
         for batch in data:
             mse_loss(model(batch[0]), batch[1]).backward()
-            optimizer.zero_grad(set_to_none=False)
             waits.clear()
             optimizer.step()
             found.append(len(waits))
-        optimizer.synchronize()
+            optimizer.zero_grad()
+            twin.train(batch)
+        assert gap(values(bare), values(twin.model)) < 1e-5
     return found
 
 
@@ -172,7 +169,7 @@ def _in_one_graph(group: ProcessGroup) -> None:
     torch._dynamo.reset()
     data = series(group, 3, "matrices")
     bare = _plain()
-    model: Any = torch.compile(bare, backend="aot_eager", fullgraph=True)
+    model: Any = torch.compile(bare, backend="eager", fullgraph=True)
     model(data[0][0])
     optimizer = sharded(group, bare, **ALONE)
     with late_gathers():
@@ -192,16 +189,16 @@ def _with_another_group(group: ProcessGroup) -> None:
     """Parameters of a group that was added later are waited for by code that was compiled before."""
     torch._dynamo.reset()
     bare: Any = _plain()
-    model: Any = torch.compile(bare, backend="aot_eager")
+    model: Any = torch.compile(bare, backend="eager")
     twin = Ordered(group, _plain(), lambda named: SGD([param for _, param in named], lr=0.1))
     bare.last.requires_grad_(False)
-    twin.model.last.requires_grad_(False)  # type: ignore[union-attr]
+    twin.model.last.requires_grad_(False)
     optimizer = sharded(group, bare, SGD, [*bare.first.parameters(), *bare.block.parameters()], lr=0.1, **ALONE)
     with late_gathers():
         for number, batch in enumerate(series(group, 8, "matrices")):
             if number == 4:
                 bare.last.requires_grad_(True)
-                twin.model.last.requires_grad_(True)  # type: ignore[union-attr]
+                twin.model.last.requires_grad_(True)
                 optimizer.add_param_group({"params": list(bare.last.parameters())})
             train(model, optimizer, [batch])
             twin.train(batch)
@@ -218,7 +215,7 @@ def test_a_group_that_is_added_later(pool: Pool) -> None:
 def _equal_to_ddp(group: ProcessGroup, backend: str, gather: str, way: str) -> None:
     """Several passes in a step, evaluation between them, and shapes that change."""
     torch._dynamo.reset()
-    contest = Contest(build=_plain, kind=SGD, options={"lr": 0.1, "momentum": 0.9})
+    contest = Contest(build=_plain, kind=SGD, options={"lr": 0.1, "momentum": 0.9}, ddp={"bucket_cap_mb": 25})
     (plain, twin), (bare, optimizer) = contest.plain(group), contest.sharded(group, way)
     model: Any = torch.compile(bare, backend=backend)
     data = series(group, 6, "matrices")
@@ -245,6 +242,7 @@ def test_evaluation_between_compiled_passes_equals_ddp(pool: Pool, way: str, gat
     pool.run(_equal_to_ddp, 2, "aot_eager", gather, way)
 
 
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
 def test_the_same_with_generated_code(pool: Pool) -> None:
     pool.run(_equal_to_ddp, 2, "inductor", "forward", "bare scatter", deadline=300.0)
 

@@ -1,23 +1,19 @@
-"""Forward passes under `ShardedOptimizer`: checkpointing, compilation, parameters under way or set by users."""
+"""Forward passes under `ShardedOptimizer`: checkpointing, and parameters that users set."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear, mse_loss
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.pool import Pool
-from tests.helpers.reference import Batch, assert_same_bits, build, train
+from tests.helpers.reference import Batch, train
 from tests.helpers.sharding import MOMENTUM, Contest, Ordered, backward, gap, seeded, series, sharded, values
-from zerostep import ShardedOptimizer
 
 # How a model runs.
 
@@ -88,8 +84,6 @@ def _rebound(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
 def _set_in_place(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
     for number, batch in enumerate(data):
         if number % 2:
-            if isinstance(optimizer, ShardedOptimizer):
-                optimizer.synchronize()
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(0.5)

@@ -224,7 +224,7 @@ class HostExchange:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Transfers that are in flight; each keeps its memory alive, and all of them the transport, which ends with them."""
+    """Transfers that are in flight; each keeps its memory alive, and they keep the transport, which would end them."""
 
     transport: Transport
     receives: dict[int, list[Transfer]] = field(default_factory=dict)

@@ -40,6 +40,7 @@ from zerostep.step.health import Health
 from zerostep.step.initial_values import broadcast_values
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.late_params import clear_grads
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
@@ -293,8 +294,9 @@ class ShardedOptimizer(PartitionedOptimizer):
         engine = self._training.engine
         if set_to_none or self._settings.reduction == "all":
             engine.drop_all()
-            # Without a look at the class of each parameter, which may be a late one: see `zerostep.step.late_params`.
-            with torch._C.DisableTorchFunctionSubclass():
+            if set_to_none:
+                clear_grads(self._all_params)
+            else:
                 super().zero_grad(set_to_none)
         else:
             if engine.joining():

@@ -99,7 +99,7 @@ class ForwardHooks:
                 module.register_forward_pre_hook(before, prepend=True)
 
     def set_buckets(self, bucket_of: Mapping[Tensor, int]) -> None:
-        """Which buckets hold the parameters; more of them after `add_param_group`. The hooks stay: compiled code has them."""
+        """Say which buckets hold the parameters. The hooks stay as they are: compiled code would keep old ones."""
         for module in self._root.modules():
             buckets = {bucket_of[param] for param in module.parameters(recurse=False) if param in bucket_of}
             # The order in which `Updater.launch_deferred` launches the gathers.

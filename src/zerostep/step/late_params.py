@@ -8,7 +8,7 @@ parameters it reads, so that it, too, never runs on a late one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from threading import RLock
 from typing import Any, ClassVar
@@ -18,6 +18,14 @@ from torch import Tensor
 
 from zerostep.comm.exchange import PendingGather
 from zerostep.step.labels import PhaseTimer
+
+
+def clear_grads(params: Iterable[Tensor]) -> None:
+    """Set `.grad` of parameters to `None` without asking their classes, which takes longer for late ones."""
+    set_grad = _grad.__set__
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            set_grad(param, None)
 
 
 class PendingBucket:
@@ -30,7 +38,8 @@ class PendingBucket:
         self._bucket, self._timer = bucket, timer
         self._lock = RLock()
         self._gather: PendingGather | None = None
-        self._late: list[tuple[Tensor, type[Tensor]]] = []
+        self._late: Sequence[Tensor] = ()
+        self._own_classes: Sequence[type[Tensor]] = ()
         self._late_classes: dict[type[Tensor], type[Tensor]] = {}
 
     @property
@@ -44,12 +53,12 @@ class PendingBucket:
 
     def make_late(self, params: Sequence[Tensor]) -> None:
         """Let whoever reads these parameters wait. Where a class does not allow that, wait now."""
+        self._late, self._own_classes = params, [type(param) for param in params]
         try:
-            for param in params:
-                own = type(param)
-                late = self._late_classes.get(own) or self._derive(own)
-                self._late.append((param, own))
-                param.__class__ = late
+            for own in set(self._own_classes) - self._late_classes.keys():
+                self._derive(own)
+            for param, own in zip(params, self._own_classes, strict=True):
+                param.__class__ = self._late_classes[own]
         except TypeError:
             self.wait()
 
@@ -66,16 +75,15 @@ class PendingBucket:
                 with self._timer.waiting("gather", self._bucket):
                     gather.wait()
             finally:
-                for param, own in self._late:
+                for param, own in zip(self._late, self._own_classes, strict=True):
                     param.__class__ = own
                 # Emptied, so that parameters and this object do not keep each other alive.
-                self._late = []
+                self._late, self._own_classes = (), ()
                 self._gather = None
 
-    def _derive(self, own: type[Tensor]) -> type[Tensor]:
-        late: type[Tensor] = type(own)(f"Late{own.__name__}", (_Late, own), {"__slots__": (), "pending_bucket": self})
-        self._late_classes[own] = late
-        return late
+    def _derive(self, own: type[Tensor]) -> None:
+        make: Any = type(own)  # the metaclass
+        self._late_classes[own] = make(f"Late{own.__name__}", (_Late, own), {"__slots__": (), "pending_bucket": self})
 
 
 class _Late:
@@ -125,13 +133,13 @@ def _wait_for(types: Any) -> None:
 
 # Used between step() and the next forward pass, and without a look at the values. Short on purpose: functions of torch
 # that pass the memory on to C++ without a further question, such as those of torch.distributed, ask for more than this.
-_grad: Any = Tensor.grad
-_requires_grad: Any = Tensor.requires_grad
+_tensor: Any = Tensor
+_grad, _requires_grad = _tensor.grad, _tensor.requires_grad
 _READS_NO_VALUES = frozenset(
     (
         *(_grad.__get__, _grad.__set__, _grad.__delete__, _requires_grad.__get__, _requires_grad.__set__),
-        *(attribute.__get__ for attribute in (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.is_leaf)),
-        *(Tensor._version.__get__, Tensor.numel, Tensor.requires_grad_),
-        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+        *(_tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.is_leaf.__get__),
+        *(_tensor._version.__get__, _tensor.numel, _tensor.requires_grad_),
+        *(_tensor.register_hook, _tensor.register_post_accumulate_grad_hook),
     )
 )

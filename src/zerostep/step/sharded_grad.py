@@ -91,10 +91,13 @@ _ALLOWED = frozenset(
     shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_leaf requires_grad
     grad_fn grad names itemsize nbytes _version output_nr retains_grad __repr__ __str__ __format__ __hash__ __len__
     __dir__ dim size stride numel nelement element_size data_ptr ndimension is_contiguous is_floating_point
-    is_complex is_signed is_nested is_mkldnn is_inference is_conj is_neg _is_view untyped_storage get_device storage_offset type requires_grad_ detach detach_ zero_ mul_ __imul__ div_
+    is_complex is_signed get_device storage_offset type requires_grad_ detach detach_ zero_ mul_ __imul__ div_
     __itruediv__ clamp_ clamp_max_ clamp_min_ clip_ linalg_vector_norm _foreach_norm _foreach_mul_ _foreach_div_
     _foreach_clamp_max_ _foreach_clamp_min_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_
     """.split()  # noqa: SIM905
+) | frozenset(
+    # What torch.compile asks when it describes a parameter, and with it the gradient.
+    ("_is_view", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "untyped_storage")
 )
 
 
