@@ -281,7 +281,10 @@ class ShardedOptimizer(PartitionedOptimizer):
             )
 
     def synchronize(self) -> None:
-        """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
+        """Return when all parameters are in place.
+
+        Needed only with `gather="forward"`, for code that reads memory without torch's functions, such as an extension.
+        """
         self._training.synchronize()
 
     def _check_usable(self) -> None:
