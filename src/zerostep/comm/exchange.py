@@ -211,7 +211,7 @@ class HostExchange:
 
     def _start(self, messages: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Transfers:
         """Post the receive of each pair before its send: this order must be the same on all ranks."""
-        transfers = _Transfers()
+        transfers = _Transfers(self._transport)
         for outgoing, to, buffer, source in messages:
             for piece in _pieces(buffer):
                 self.bytes_received += piece.numel() * piece.element_size()
@@ -224,8 +224,9 @@ class HostExchange:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Transfers that are in flight; each keeps its memory alive."""
+    """Transfers that are in flight; each keeps its memory alive, and they keep the transport, which would end them."""
 
+    transport: Transport
     receives: dict[int, list[Transfer]] = field(default_factory=dict)
     sends: list[Transfer] = field(default_factory=list)
 

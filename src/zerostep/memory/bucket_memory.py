@@ -191,6 +191,11 @@ class FlatBucket:
                 param.data = param.detach().clone()
 
     @property
+    def params(self) -> Sequence[Tensor]:
+        """The parameters, in the order of the slots."""
+        return self._params
+
+    @property
     def memory(self) -> Tensor:
         """The flat tensor; it may be longer than the bucket."""
         return self._flat

@@ -40,6 +40,7 @@ from zerostep.step.health import Health
 from zerostep.step.initial_values import broadcast_values
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.late_params import clear_grads
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
@@ -66,7 +67,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduction: `"scatter"` sums each gradient for its owners alone; `"all"` gives all gradients to all ranks, in
             `.grad`, with DDP's own sums where the module is wrapped in DDP.
         gather: `"step"` waits for the new parameters at the end of `step()`; `"forward"` when the next forward pass
-            needs them. Call `synchronize()` before you read parameters in any other way.
+            needs them, or whoever else reads them.
         update: `"step"` updates the parameters in `step()`; `"backward"` updates each bucket inside backward, as soon
             as its gradients are summed, and keeps no gradient: no clipping, no GradScaler, `no_sync()` to accumulate,
             and `step()` after every pass. For a bare module.
@@ -208,10 +209,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
-        engine = self._training.engine
-        params, layout = engine.buckets.params, engine.buckets.layout
-        buckets = {param: layout.place_of(index)[0] for index, param in enumerate(params)}
-        return ForwardHooks(self._model, buckets, engine.gathers.wait)
+        return ForwardHooks(self._model, self._training.engine.gathers, self._bucket_of())
+
+    def _bucket_of(self) -> dict[Tensor, int]:
+        buckets = self._training.engine.buckets
+        return {param: buckets.layout.place_of(index)[0] for index, param in enumerate(buckets.params)}
 
     @property
     def _training(self) -> TrainingStep:
@@ -270,8 +272,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._grad_source.extend(engine.buckets.params)
         step.add_to_reference(self.param_groups[-1])
         if self._forward_hooks is not None:
-            self._forward_hooks.remove()
-            self._forward_hooks = self._make_forward_hooks()
+            self._forward_hooks.set_buckets(self._bucket_of())
 
     # ------------------------------------------------------------------ one step
 
@@ -298,7 +299,10 @@ class ShardedOptimizer(PartitionedOptimizer):
             )
 
     def synchronize(self) -> None:
-        """Return when all parameters are in place; needed only with `gather="forward"`, to read them by other means."""
+        """Return when all parameters are in place.
+
+        Needed only with `gather="forward"`, for code that reads memory without torch's functions, such as an extension.
+        """
         self._training.synchronize()
 
     def _check_usable(self) -> None:
@@ -311,7 +315,10 @@ class ShardedOptimizer(PartitionedOptimizer):
         engine, in_backward = self._training.engine, self._settings.update == "backward"
         if set_to_none or in_backward or self._settings.reduction == "all":
             engine.drop_all()
-            super().zero_grad(set_to_none or in_backward)
+            if set_to_none or in_backward:
+                clear_grads(self._all_params)
+            else:
+                super().zero_grad(set_to_none)
         else:
             if engine.joining():
                 raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")

@@ -39,6 +39,7 @@ class BackwardUpdate:
         self._masks: dict[int, tuple[PendingInts, Sequence[int], bool]] = {}
         self._unread: list[PendingInts] = []
         self._failure: Exception | None = None
+        self._gathered: list[int] = []
 
     def begin(self, inners: InnerOptimizers) -> None:
         """Begin a step: all its parts start from the options that the groups have now."""
@@ -71,6 +72,7 @@ class BackwardUpdate:
         except Exception as error:
             self._failure = error
         self._updater.launch([bucket])
+        self._gathered.append(bucket)
 
     def _used_by_any(self, bucket: int) -> Collection[int]:
         pending, mine, complete = self._masks.pop(bucket)
@@ -89,6 +91,8 @@ class BackwardUpdate:
         assert self._partial_steps is not None
         self._partial_steps.end()
         self._partial_steps = None
+        gathered, self._gathered = self._gathered, []
+        self._updater.make_late(gathered)
         unread, self._unread = self._unread, []
         with self._timer.waiting("control"):
             for pending in unread:

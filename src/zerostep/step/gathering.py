@@ -1,104 +1,113 @@
-"""All-gathers of parameters that are in flight, and the hooks that wait for them in the forward pass.
+"""All-gathers of parameters that are in flight, and who waits for them.
 
-With `gather="forward"` new parameters are sent while the next forward pass runs, and each module waits for its own
-before it runs. If a module is never called, because another one reads its parameters, the nearest enclosing module that
-is called waits instead. The first forward pass records which modules are called, and waits for everything at once.
+With `gather="forward"` new parameters are sent while the next forward pass runs. Each module waits for its own before
+it runs, and whoever else uses a parameter waits by its class: see `late_params`. The hooks of modules are there for
+code that reads memory without torch's functions, and for torch.compile, which then waits between its graphs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 
 from zerostep.comm.exchange import PendingGather
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.late_params import PendingBucket
 from zerostep.step.weak import weakly
+
+_log = logging.getLogger(__name__)
+# Compilations that begin while parameters are late: some are new shapes or modes, but if they do not end, compiled code
+# has guards on late parameters and would be compiled anew in every step.
+_MOST_COMPILATIONS = 3
+_REASON = 'parameters arrive during the forward pass; for a single graph, build the optimizer with gather="step"'
 
 
 class PendingGathers:
-    """Buckets of parameters that are in flight."""
+    """The buckets of one optimizer, any of which may be in flight."""
 
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = timer
-        self._in_flight: dict[int, PendingGather] = {}
+        self._buckets: dict[int, PendingBucket] = {}
+        self._compilations, self._may_be_late = 0, True
+        _ALL.add(self)
+
+    def bucket(self, number: int) -> PendingBucket:
+        """One bucket; the same object in every step."""
+        return self._buckets.setdefault(number, PendingBucket(number, self._timer))
 
     def add(self, bucket: int, gather: PendingGather) -> None:
         """Keep a launched gather, and with it the memory that it writes, until `wait`."""
-        self._in_flight[bucket] = gather
+        self.bucket(bucket).launched(gather)
 
-    def wait(self, buckets: Iterable[int] | None = None) -> None:
-        """Return when these buckets are in place; all of them if none is named."""
-        if not self._in_flight:
+    def make_late(self, params: Mapping[int, Sequence[Tensor]]) -> None:
+        """Let whoever reads these parameters wait for their bucket; wait now if no parameter may be late."""
+        if not self._may_be_late:
+            self.wait()
             return
-        for bucket in list(self._in_flight) if buckets is None else buckets:
-            gather = self._in_flight.pop(bucket, None)
-            if gather is not None:
-                with self._timer.waiting("gather", bucket):
-                    gather.wait()
+        if _before_compilation not in callback_handler.start_callbacks:  # torch.compiler.reset() removes it
+            callback_handler.register_start_callback(_before_compilation)
+        for bucket, members in params.items():
+            self.bucket(bucket).make_late(members)
+
+    def wait(self) -> None:
+        """Return when all buckets are in place."""
+        for bucket in list(self._buckets.values()):
+            bucket.wait()
+
+    def forbid_late(self, reason: str) -> None:
+        """From now on, no parameter is late: `make_late` waits."""
+        _log.info("step() waits for new parameters: %s", reason)
+        self._may_be_late = False
+
+    def before_compilation(self) -> None:
+        """Wait, so that no code is compiled for the class of a late parameter."""
+        if any(bucket.is_late for bucket in list(self._buckets.values())):
+            self._compilations += 1
+            if self._compilations > _MOST_COMPILATIONS:
+                self.forbid_late("compiled code reads them before the modules that have them are called")
+            self.wait()
+
+
+_ALL: WeakSet[PendingGathers] = WeakSet()
+
+
+def _before_compilation(*args: Any) -> None:
+    for gathers in list(_ALL):
+        gathers.before_compilation()
 
 
 class ForwardHooks:
-    """Hooks that make each module wait for its parameters."""
+    """Hooks that make each module wait for its own parameters."""
 
-    def __init__(self, root: nn.Module, bucket_of: Mapping[Tensor, int], wait: Callable[..., None]) -> None:
-        self._root, self._wait, self._bucket_of = root, wait, bucket_of
-        self._called: set[nn.Module] = set()
-        self._waits: dict[nn.Module, list[int]] | None = None
-        self._before_handles: dict[nn.Module, Any] = {}
-        self._handles: list[Any] = []
-        before, wait_all = weakly(self._before), weakly(self._wait_all)
+    def __init__(self, root: nn.Module, gathers: PendingGathers, bucket_of: Mapping[Tensor, int]) -> None:
+        self._root, self._gathers = root, gathers
+        self._own: dict[nn.Module, list[PendingBucket]] = {}
+        self.set_buckets(bucket_of)
+        # Not traced by torch.compile: it waits between two graphs.
+        before = torch._dynamo.disable(weakly(self._before), reason=_REASON)
         for module in root.modules():
-            # In front of the user's hooks, which may read the parameters.
-            self._before_handles[module] = module.register_forward_pre_hook(before, prepend=True)
-            self._handles.append(module.register_state_dict_pre_hook(wait_all))
-            self._handles.append(module.register_load_state_dict_pre_hook(wait_all))
-        self._handles.append(root.register_forward_hook(weakly(self._after)))
+            if isinstance(module, torch.jit.ScriptModule):
+                gathers.forbid_late("a script takes no hooks")
+            elif module is root or module._parameters:
+                # In front of the user's hooks, which may read the parameters.
+                module.register_forward_pre_hook(before, prepend=True)
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in [*self._handles, *self._before_handles.values()]:
-            handle.remove()
+    def set_buckets(self, bucket_of: Mapping[Tensor, int]) -> None:
+        """Say which buckets hold the parameters. The hooks stay as they are: compiled code would keep old ones."""
+        for module in self._root.modules():
+            buckets = {bucket_of[param] for param in module.parameters(recurse=False) if param in bucket_of}
+            # The order in which `Updater.launch_deferred` launches the gathers.
+            self._own[module] = [self._gathers.bucket(bucket) for bucket in sorted(buckets, reverse=True)]
 
-    @torch._dynamo.disable
     def _before(self, module: nn.Module, *args: Any) -> None:
-        if self._waits is None:
-            self._called.add(module)
-            self._wait()
-        else:
-            self._wait(self._waits.get(module, ()))
-
-    @torch._dynamo.disable
-    def _after(self, module: nn.Module, *args: Any) -> None:
-        if self._waits is None:
-            self._waits = self._learn()
-            for module, handle in self._before_handles.items():
-                if module not in self._waits:
-                    handle.remove()
-
-    def _learn(self) -> dict[nn.Module, list[int]]:
-        """Which buckets each called module waits for; the root also for parameters that no module has."""
-        waits: defaultdict[nn.Module, set[int]] = defaultdict(set)
-        named = dict(self._root.named_modules())
-        for name, module in named.items():
-            own = self._buckets(module.parameters(recurse=False))
-            if own:
-                waits[self._caller(name, named)] |= own
-        waits[self._root] |= set(self._bucket_of.values()) - self._buckets(self._root.parameters())
-        # The order in which `Updater.launch_late` launches the gathers.
-        return {module: sorted(buckets, reverse=True) for module, buckets in waits.items()}
-
-    def _buckets(self, params: Iterable[Tensor]) -> set[int]:
-        return {self._bucket_of[param] for param in params if param in self._bucket_of}
-
-    def _caller(self, name: str, named: Mapping[str, nn.Module]) -> nn.Module:
-        """The module itself if it was called, else the nearest enclosing one that was."""
-        while name and named[name] not in self._called:
-            name = name.rpartition(".")[0]
-        return named[name]
-
-    def _wait_all(self, *args: Any) -> None:
-        self._wait()
+        if module is self._root and not module.training:
+            # Torch's fast paths for evaluation are not taken if the class of a parameter is not an ordinary one.
+            self._gathers.wait()
+        for bucket in self._own.get(module, ()):
+            bucket.wait()

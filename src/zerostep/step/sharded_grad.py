@@ -95,6 +95,9 @@ _ALLOWED = frozenset(
     __itruediv__ clamp_ clamp_max_ clamp_min_ clip_ linalg_vector_norm _foreach_norm _foreach_mul_ _foreach_div_
     _foreach_clamp_max_ _foreach_clamp_min_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_
     """.split()  # noqa: SIM905
+) | frozenset(
+    # What torch.compile asks when it describes a parameter, and with it the gradient.
+    ("_is_view", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "untyped_storage")
 )
 
 

@@ -62,6 +62,11 @@ class Updater:
             # Small buckets hold norms and biases, which forward needs everywhere; then come the first layers.
             sizes = self._buckets.layout.buckets
             self.launch(sorted(chosen, key=lambda bucket: (sizes[bucket].size > _SMALL_BUCKET, -bucket)))
+            self.make_late(chosen)
+
+    def make_late(self, chosen: Iterable[int]) -> None:
+        """Let whoever reads parameters of these buckets wait until they are in place."""
+        self._gathers.make_late({bucket: self._buckets.shards[bucket].params for bucket in chosen})
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[Sequence[int]]:
         size = max(1, -(-len(chosen) // self._most_batches))
