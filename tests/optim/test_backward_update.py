@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import StepLR
 
+from tests.helpers.late_gathers import late_gathers
 from tests.helpers.pool import Pool
 from tests.helpers.reference import Batch, assert_same_bits, assert_same_state_dict, build, train
 from tests.helpers.sharding import (
@@ -211,6 +212,26 @@ def _state_goes_over(group: ProcessGroup) -> None:
 
 def test_state_dicts_and_added_groups(pool: Pool) -> None:
     pool.run(_state_goes_over, 2)
+
+
+def _read_before_the_step(group: ProcessGroup, gather: str) -> None:
+    """Between backward and step(), a parameter has its new value for whoever reads it."""
+    model, twin = build(), Ordered(group)
+    optimizer = sharded(group, model, update="backward", gather=gather)
+    with late_gathers() as waits:
+        for batch in series(group, 3):
+            backward(model, batch)
+            twin.train(batch)
+            before = len(waits)
+            assert_same_bits(values(model), values(twin.model))
+            assert len(waits) > before, "nothing was late"
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+def test_parameters_are_new_as_soon_as_backward_is_over(pool: Pool, gather: str) -> None:
+    pool.run(_read_before_the_step, 2, gather)
 
 
 # Memory and traffic.

@@ -1,12 +1,14 @@
 """`ShardedOptimizer` and `torch.compile`: compiled before or after, in part or by hand, with late parameters or not."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from shutil import which
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, mse_loss
 from torch.optim import SGD
@@ -266,3 +268,40 @@ def _bit_for_bit(group: ProcessGroup, when: str, gather: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after", "in place"])
 def test_a_compiled_model_equals_plain(pool: Pool, when: str, gather: str) -> None:
     pool.run(_bit_for_bit, 2, when, gather)
+
+
+def _compiled_backward(model: nn.Module, optimizer: Any, data: Any) -> None:
+    """Compiled autograd runs no final callbacks: the pass ends with the next one, or in the step."""
+    plain = not isinstance(optimizer, ShardedOptimizer)
+    compiler = torch.compile(backend="eager")
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        for inputs, targets in (first, second):
+            loss = mse_loss(model(inputs), targets)
+            with nullcontext() if plain else compiled_autograd._enable(compiler):
+                loss.backward()
+        optimizer.step()
+
+
+def _compiled_autograd(group: ProcessGroup) -> None:
+    Contest(
+        build=lambda: seeded(WithSpare),
+        kind=SGD,
+        options={"lr": 0.1, "weight_decay": 0.1},
+        ddp={"find_unused_parameters": True},
+        ways=["bare scatter", "bare all"],
+        batches="matrices",
+        close=2e-6,
+    ).run(group, _compiled_backward)
+
+
+class WithSpare(Blocks):
+    """Blocks and a layer that is never used, so that no pass is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+def test_passes_of_compiled_autograd_add_up(pool: Pool) -> None:
+    pool.run(_compiled_autograd, 2, deadline=90.0)

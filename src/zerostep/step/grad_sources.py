@@ -47,6 +47,14 @@ class _ParamHooks:
 
 
 def _call_with(call: Callable[[int], None], index: int, tensor: Tensor) -> None:
+    if torch.compiler.is_compiling():  # compiled autograd traces this hook, and must not trace what it does
+        _call_untraced(call, index)
+    else:
+        call(index)
+
+
+@torch._dynamo.disable
+def _call_untraced(call: Callable[[int], None], index: int) -> None:
     call(index)
 
 
