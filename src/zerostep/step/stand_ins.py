@@ -39,7 +39,9 @@ class StandIns:
 
     def place_whole(self, index: int, grad: Tensor) -> None:
         """Set `.grad` to a whole sum, and remember that it is one: the user may edit it in place, or replace it."""
-        self._buckets.params[index].grad = grad
+        before = self._buckets.params[index].grad
+        further = before.take_arrived() if type(before) is ShardedGradient else None
+        self._buckets.params[index].grad = grad if further is None else grad + further  # of a pass that has begun
         self._whole[index] = ref(grad)
 
     def take_grad(self, index: int) -> tuple[Tensor | None, bool]:
