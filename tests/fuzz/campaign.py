@@ -107,7 +107,7 @@ def traits(program: Program) -> list[str]:
             found |= {"different subsets"} if len(set(op.uses)) > 1 else set()
             found |= {"two passes in a step"} if passes > 1 else set()
             found |= {"no_sync"} if not op.sync else set()
-            for name in ("twice", "retain", "checkpoint", "talk", "create_graph"):
+            for name in ("twice", "retain", "checkpoint", "talk"):
                 found |= {name} if getattr(op, name) else set()
             found |= {"infinite loss"} if op.inf_rank >= 0 else set()
         elif isinstance(op, (Step, Drop)):

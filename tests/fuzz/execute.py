@@ -94,7 +94,7 @@ class Run:
             self.loss = loss.detach().clone()
             loss = loss * math.inf if op.inf_rank == self.rank else loss
             loss = loss if self.scaler is None else self.scaler.scale(loss)
-            loss.backward(retain_graph=op.twice or op.retain or None, create_graph=op.create_graph)
+            loss.backward(retain_graph=op.twice or op.retain)
             if op.retain:
                 self.differentiate(loss, op.uses[self.rank])
             if op.twice:
@@ -110,7 +110,7 @@ class Run:
     def differentiate(self, loss: Tensor, use: tuple[int, ...]) -> None:
         params = [param for block in use for param in self.side.module.blocks[block].parameters()]
         params = [param for param in params if param.requires_grad]
-        found = torch.autograd.grad(loss, params, allow_unused=True)
+        found = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
         self.note("torch.autograd.grad", [grad for grad in found if grad is not None])
 
     def do_differentiate(self, op: Differentiate) -> None:

@@ -26,7 +26,7 @@ from tests.fuzz.program import (
 )
 from tests.fuzz.rules import State, problem
 
-KINDS = ("linear", "linear", "mlp", "norm", "embedding", "held", "double", "spare", "tied")
+KINDS = ("linear", "linear", "matrix", "mlp", "norm", "embedding", "held", "double", "spare", "tied")
 # Each program has a few of these features: programs that have all of them resemble each other.
 FEATURES = {
     "subsets": 0.75,  # ranks use different blocks
@@ -58,7 +58,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 REFUSED = (
     *("shared-memory", "left-out-of-ddp", "whole-model-optimizer", "read-gradient", "clip-different-parameters"),
-    *("step-inside-no-sync", "create-graph-twice", "copy-optimizer", "state-dict-alone"),
+    *("step-inside-no-sync", "copy-optimizer", "state-dict-alone"),
 )
 
 
@@ -110,10 +110,10 @@ class Generator:
         kinds = [self.random.choice(KINDS) for _ in range(self.random.randint(3, 6))]
         blocks: list[Block] = []
         for kind in kinds:
-            linear = [number for number, block in enumerate(blocks) if block.kind == "linear"]
-            if kind == "tied" and not linear:
-                kind = "linear"
-            blocks.append(Block(kind, self.random.choice(linear) if kind == "tied" else -1))
+            matrices = [number for number, block in enumerate(blocks) if block.kind == "matrix"]
+            if kind == "tied" and not matrices:
+                kind = "matrix"
+            blocks.append(Block(kind, self.random.choice(matrices) if kind == "tied" else -1))
         return tuple(blocks)
 
     def _options(self, optimizer: str) -> tuple[tuple[str, Any], ...]:
@@ -228,7 +228,6 @@ class Generator:
             checkpoint=checkpoint,
             talk=self.has("talk", 0.6),
             inf_rank=inf,
-            create_graph=self.refused == "create-graph-twice" and not checkpoint and random.random() < 0.7,
         )
 
     # ------------------------------------------------------------------ other operations

@@ -125,8 +125,8 @@ class Model(nn.Module):
 
     def _make(self, block: Block, width: int) -> nn.Module:
         kinds: dict[str, Any] = {"mlp": Mlp, "embedding": Words, "held": Held, "double": Double, "spare": Spare}
-        if block.kind == "linear":
-            return nn.Linear(width, width)
+        if block.kind in ("linear", "matrix"):
+            return nn.Linear(width, width, bias=block.kind == "linear")
         if block.kind == "norm":
             return nn.LayerNorm(width)
         if block.kind == "tied":

@@ -12,7 +12,7 @@ from typing import Any
 class Block:
     """A part of the model. `target` is the block whose weight a tied block uses."""
 
-    kind: str  # linear, mlp, norm, embedding, held, double, tied, spare
+    kind: str  # linear, matrix, mlp, norm, embedding, held, double, tied, spare
     target: int = -1
 
 
@@ -36,7 +36,6 @@ class Pass(Op):
     checkpoint: str = ""  # "", "plain" or "reentrant"
     talk: bool = False  # collectives of the model's own, in forward and in backward
     inf_rank: int = -1  # this rank's loss is infinite
-    create_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Look(Op):
 
 @dataclass(frozen=True)
 class Step(Op):
-    """`optimizer.step()`, or the same through GradScaler; `inside` a no_sync block, or with a `closure`."""
+    """`optimizer.step()`, or the same through GradScaler; perhaps `inside` a no_sync block."""
 
     inside: bool = False
 

@@ -61,6 +61,7 @@ def serve(rank: int, world: int, port: int, stack: str, connection: Connection) 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what torch's C++ code warns of; errors travel by the connection
     store = TCPStore(HOST, port, is_master=False, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     bench = Bench(world)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz.program import Clip, CopyOptimizer, Pass, Program, RawState, ReadGrad, Step
+from tests.fuzz.program import Clip, CopyOptimizer, Program, RawState, ReadGrad, Step
 from tests.fuzz.rules import states
 from tests.fuzz.variants import Variant
 
@@ -72,17 +72,6 @@ def _step_inside(program: Program, variant: Variant) -> int | None:
     return _first(program, lambda op: isinstance(op, Step) and op.inside) if variant.kind != "zero" else None
 
 
-def _create_graph(program: Program, variant: Variant) -> int | None:
-    if variant.kind != "bare" or not variant.scatters:
-        return None
-    for number, (op, state) in enumerate(zip(program.ops, states(program), strict=False)):
-        if isinstance(op, Pass) and op.create_graph and all(
-            own & state.summed & state.used(use) & state.held for own, use in zip(state.own, op.uses, strict=True)
-        ):
-            return number
-    return None
-
-
 def _copy(program: Program, variant: Variant) -> int | None:
     return _first(program, lambda op: isinstance(op, CopyOptimizer))
 
@@ -98,7 +87,6 @@ PLACES: dict[str, Callable[[Program, Variant], int | None]] = {
     "read-gradient": _read_gradient,
     "clip-different-parameters": _clip_different,
     "step-inside-no-sync": _step_inside,
-    "create-graph-twice": _create_graph,
     "copy-optimizer": _copy,
     "state-dict-alone": _raw_state,
 }

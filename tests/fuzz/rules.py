@@ -41,6 +41,7 @@ class State:
     present: set[int] = field(default_factory=set)  # gradients that all ranks have
     summed: set[int] = field(default_factory=set)  # those of them that are sums over the ranks
     own: list[set[int]] = field(default_factory=list)  # by rank: units that its passes have used since the last drop
+    marked: list[set[int]] = field(default_factory=list)  # by rank: used in no_sync() since the last synchronised pass
     passed: bool = False  # a synchronised pass since the last step or drop, and no norm asked for since
     unscaled: bool = False
     steps: int = 0
@@ -51,7 +52,10 @@ class State:
         """Before the first operation."""
         every = set(range(len(program.blocks)))
         ranks = range(program.world)
-        return cls(program, set(every), every - {program.left_out}, [set() for _ in ranks], own=[set() for _ in ranks])
+        empty: list[list[set[int]]] = [[set() for _ in ranks] for _ in range(3)]
+        return cls(
+            program, set(every), every - {program.left_out}, local=empty[0], own=empty[1], marked=empty[2]
+        )
 
     def used(self, use: tuple[int, ...]) -> set[int]:
         """The units that get gradients by a pass through these blocks."""
@@ -67,6 +71,7 @@ class State:
             set(self.present),
             set(self.summed),
             [set(units) for units in self.own],
+            [set(units) for units in self.marked],
             self.passed,
             self.unscaled,
             self.steps,
@@ -99,8 +104,10 @@ class State:
             for rank, units in enumerate(used):
                 self.local[rank] |= units
                 self.own[rank] |= units
+                self.marked[rank] |= units
             return
-        together = set().union(*used)
+        together = set().union(*used, *self.marked)  # DDP reduces what was used without synchronisation, too
+        self.marked = [set() for _ in used]
         self.exact = self.exact and not together & self.summed
         self.present |= together
         self.summed |= together
@@ -166,6 +173,10 @@ class State:
     def _problem_of_pass(self, op: Pass) -> str:
         if not all(self.used(use) & self.held for use in op.uses):
             return "a rank uses nothing that is trained"
+        for rank, use in enumerate(op.uses):
+            gone = self.marked[rank] - self.used(use) - self.local[rank] - self.present
+            if op.sync and gone:
+                return "DDP misses a gradient that was made inside no_sync() and dropped"
         if op.sync and (op.twice or op.checkpoint == "reentrant"):
             return "DDP reduces once for each forward pass"
         if op.inf_rank >= 0 and not self.program.scaler:
@@ -175,8 +186,8 @@ class State:
     def _problem_of_gradients(self, op: Op) -> str:
         if self.unsynchronised:
             return "gradients were not synchronised"
-        if self.program.scaler and not self.present & self.held:
-            return "GradScaler needs a gradient"
+        if not self.present & self.held and (self.program.scaler or (isinstance(op, Clip) and op.how == "value")):
+            return "GradScaler and clip_grad_value_ need a gradient"
         if isinstance(op, ReadGrad) and not all(op.block in own & self.present & self.held for own in self.own):
             return "not every rank has that gradient"
         return ""
@@ -194,8 +205,8 @@ def problem(program: Program) -> str:
     """The first operation that plain DDP does not support, and why; empty if there is none."""
     count = len(program.blocks)
     for number, block in enumerate(program.blocks):
-        if block.kind == "tied" and not (0 <= block.target < number and program.blocks[block.target].kind == "linear"):
-            return f"block {number} is tied to no linear block"
+        if block.kind == "tied" and not (0 <= block.target < number and program.blocks[block.target].kind == "matrix"):
+            return f"block {number} is tied to no matrix"
     state = State.begin(program)
     for number, op in enumerate(program.ops):
         if any(block >= count for block in blocks_in(op)):

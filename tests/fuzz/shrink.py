@@ -121,6 +121,6 @@ def _simpler_settings(program: Program) -> Iterator[Program]:
     if program.optimizer not in ("SGD", "LBFGS") or len(program.options) > 2:
         yield simple
     for number, block in enumerate(program.blocks):
-        if block.kind not in ("linear", "norm"):
+        if block.kind not in ("linear", "norm", "matrix"):
             simpler = replace(block, kind="linear", target=-1)
             yield replace(program, blocks=(*program.blocks[:number], simpler, *program.blocks[number + 1 :]))
