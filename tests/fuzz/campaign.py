@@ -4,18 +4,18 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Self
 
 from tests.fuzz.generate import generate
 from tests.fuzz.program import AllReduce, Drop, Pass, Program, Step
-from tests.fuzz.ranks import Crew, Verdict
+from tests.fuzz.ranks import DEADLINE, QUICK, Crew, Verdict
 from tests.fuzz.refusals import expected
 from tests.fuzz.shrink import shrink
 from tests.fuzz.variants import VARIANTS
 
-SHRINK_SECONDS = 60.0
+SHRINK_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Finding:
 class Team:
     """A crew for each number of ranks, replaced after a failure."""
 
+    deadline: float = DEADLINE
     crews: dict[int, Crew] = field(default_factory=dict)
     plain: dict[int, Program] = field(default_factory=dict)  # the program whose plain side a crew has
 
@@ -69,7 +70,7 @@ class Team:
         return self._command(program, variant) if variant is not None else Verdict("same")
 
     def _command(self, program: Program, variant: str | None) -> Verdict:
-        verdict = self.crews[program.world].run(program, variant)
+        verdict = self.crews[program.world].run(program, variant, self.deadline)
         refusal = expected(program, VARIANTS[variant]) if variant is not None else None
         harmless = refusal is not None and all(refusal.message in text for text in verdict.errors)
         if verdict.failed and not (verdict.status == "raised" and harmless):
@@ -206,8 +207,13 @@ def minimal(team: Team, finding: Finding, seconds: float) -> Program:
             return team.run(program, None).status == "plain"
         if not VARIANTS[finding.variant].takes(program):
             return False
-        return run_one(team, program, finding.variant)[0] == finding.kind
+        kind, detail = run_one(team, program, finding.variant)
+        return replace(finding, kind=kind, detail=detail).signature == finding.signature
 
-    return shrink(finding.program, fails, seconds)
+    team.deadline = QUICK
+    try:
+        return shrink(finding.program, fails, seconds)
+    finally:
+        team.deadline = DEADLINE
 
 

@@ -264,5 +264,6 @@ class Run:
 
 
 def entries(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of each parameter by number and name."""
-    return {f"{number}.{name}": x for number, entry in state["state"].items() for name, x in entry.items()}
+    """A copy of the state of each parameter, by number and name."""
+    items = ((f"{number}.{name}", x) for number, entry in state["state"].items() for name, x in entry.items())
+    return {key: x.clone() if isinstance(x, Tensor) else x for key, x in items}
