@@ -15,7 +15,7 @@ from tests.fuzz.refusals import expected
 from tests.fuzz.shrink import shrink
 from tests.fuzz.variants import VARIANTS
 
-SHRINK_SECONDS = 40.0
+SHRINK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,12 @@ class Finding:
     @property
     def signature(self) -> tuple[str, ...]:
         """Findings with the same one are taken for one defect."""
+        kind = VARIANTS[self.variant].kind if self.variant in VARIANTS else ""
+        if self.kind == "hang":
+            return self.kind, self.variant
         text = re.sub(r"operation \d+, \w+\(.*?\)(?=:|$)|[\d.e+-]+|'\w+'|blocks\S+", "", self.detail)
         what = re.sub(r"\s+", " ", text)[:60] if self.kind != "different" else self.detail.split(" at ")[0][8:]
-        return self.kind, VARIANTS[self.variant].kind if self.variant in VARIANTS else "", what
+        return self.kind, kind, what
 
 
 @dataclass
@@ -215,5 +218,3 @@ def minimal(team: Team, finding: Finding, seconds: float) -> Program:
         return shrink(finding.program, fails, seconds)
     finally:
         team.deadline = DEADLINE
-
-

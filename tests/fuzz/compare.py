@@ -15,7 +15,9 @@ TOLERANCE = 5e-5
 
 def difference(ours: Record, plain: Record, exact: bool, late: bool) -> str:
     """Where our record differs from the plain one; empty if nowhere. A late side shows no parameters in step()."""
-    expected = [item for item in plain.seen if not (late and item[0].startswith("parameters at") and "Step(" in item[0])]
+    expected = [
+        item for item in plain.seen if not (late and item[0].startswith("parameters at") and "Step(" in item[0])
+    ]
     for (label, mine), (wanted, theirs) in zip(ours.seen, expected, strict=False):
         if label != wanted:
             return f"{label} instead of {wanted}"

@@ -37,7 +37,7 @@ from zerostep.plan.layout import Bucket
 TIMEOUT = timedelta(seconds=60)
 START = 60.0
 DEADLINE = 6.0
-QUICK = 2.0  # while a program is shrunk
+QUICK = 1.2  # while a program is shrunk
 GRACE = 2.0  # after the first error, for the other ranks to raise as well
 
 
@@ -227,10 +227,9 @@ class Crew:
         answers: dict[int, Answer] = {}
         end = time.monotonic() + limit
         while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
-            for connection in ready:
-                rank = pending.pop(connection)
+            for rank in [pending.pop(connection) for connection in ready]:
                 try:
-                    answers[rank] = connection.recv()
+                    answers[rank] = self.connections[rank].recv()
                 except (EOFError, OSError):
                     answers[rank] = Answer(error="the process died")
                 if answers[rank].error:
@@ -278,5 +277,3 @@ def last_line(text: str) -> str:
     """The message of a traceback."""
     lines = [line for line in text.strip().splitlines() if re.match(r"[\w.]*(Error|Exception|Exit|died)", line)]
     return (lines or text.strip().splitlines() or [""])[-1][:300]
-
-

@@ -53,9 +53,7 @@ class State:
         every = set(range(len(program.blocks)))
         ranks = range(program.world)
         empty: list[list[set[int]]] = [[set() for _ in ranks] for _ in range(3)]
-        return cls(
-            program, set(every), every - {program.left_out}, local=empty[0], own=empty[1], marked=empty[2]
-        )
+        return cls(program, set(every), every - {program.left_out}, local=empty[0], own=empty[1], marked=empty[2])
 
     def used(self, use: tuple[int, ...]) -> set[int]:
         """The units that get gradients by a pass through these blocks."""

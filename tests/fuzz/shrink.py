@@ -17,7 +17,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 
         for candidate in candidates(program):
             if time.monotonic() > end:
                 return program
-            if not problem(candidate) and fails(candidate):
+            if candidate != program and not problem(candidate) and fails(candidate):
                 program, smaller = candidate, True
                 break
     return program
@@ -25,6 +25,8 @@ def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 
 
 def candidates(program: Program) -> Iterator[Program]:
     """Programs that are a little smaller, the smallest ones first."""
+    yield _plain_settings(program)
+    yield replace(program, ops=tuple(Pass(op.uses, op.sync) if isinstance(op, Pass) else op for op in program.ops))
     yield from _fewer_ops(program)
     yield from _fewer_blocks(program)
     yield from _simpler_passes(program)
@@ -56,9 +58,7 @@ def _without(program: Program, gone: int) -> Program:
     def moved(number: int) -> int:
         return number - (number > gone)
 
-    blocks = tuple(
-        replace(block, target=moved(block.target)) for n, block in enumerate(program.blocks) if n != gone
-    )
+    blocks = tuple(replace(block, target=moved(block.target)) for n, block in enumerate(program.blocks) if n != gone)
     ops = [_renumbered(op, gone) for op in program.ops]
     return replace(
         program, blocks=blocks, ops=tuple(op for op in ops if op is not None), left_out=moved(program.left_out)
@@ -110,6 +110,14 @@ def _simpler(op: Op) -> Iterator[Op]:
         for gone in use if use != most or len(set(op.uses)) == 1 else ():
             rest = tuple(number for number in use if number != gone)
             yield replace(op, uses=(*op.uses[:rank], rest, *op.uses[rank + 1 :]))
+
+
+def _plain_settings(program: Program) -> Program:
+    """Everything about the model and the optimizer at once."""
+    if program.optimizer == "LBFGS":
+        return program
+    simple = (("lr", 0.1), ("weight_decay", 0.1))
+    return replace(program, groups=1, scaler=False, schedule=False, width=3, optimizer="SGD", options=simple)
 
 
 def _simpler_settings(program: Program) -> Iterator[Program]:

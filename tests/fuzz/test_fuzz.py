@@ -1,10 +1,9 @@
-"""Random training programs: a fixed set of them on real ranks, and the generator, the shrinker and the table by themselves.
+"""Random training programs: a fixed set on real ranks, and the generator, the shrinker and the table by themselves.
 
 `make fuzz MINUTES=10` runs other programs, for as long as one likes.
 """
 
 from collections.abc import Iterator
-
 
 import pytest
 import torch

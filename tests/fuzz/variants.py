@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import LBFGS, SGD, AdamW, RMSprop
 
 from tests.fuzz.model import Model
-from tests.fuzz.program import Clip, Hand, Pass, Program, ReadGrad, Step
+from tests.fuzz.program import AddGroup, Clip, Drop, Hand, Pass, Program, ReadGrad, Step
 from tests.fuzz.rules import is_exact, states
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
 
@@ -55,15 +55,17 @@ class Variant:
 
 
 def _updates_in_backward(program: Program) -> bool:
-    """No clipping, no GradScaler, no gradients set or read by hand, one synchronised pass in each step."""
+    """No clipping, no GradScaler, no gradients set or read by hand, and a step after each synchronised pass."""
     if program.scaler or any(isinstance(op, (Clip, Hand, ReadGrad)) for op in program.ops):
         return False
-    syncs = 0
-    for op in program.ops:
-        syncs = 0 if isinstance(op, Step) else syncs + (isinstance(op, Pass) and op.sync)
-        if syncs > 1:
+    passed = False
+    for op, state in zip(program.ops, states(program), strict=False):
+        if isinstance(op, Pass) and (passed or state.summed):
             return False
-    return all(not state.summed or not isinstance(op, Pass) for state, op in zip(states(program), program.ops))
+        if isinstance(op, (Drop, AddGroup)) and passed:
+            return False  # a batch without a step
+        passed = (passed or (isinstance(op, Pass) and op.sync)) and not isinstance(op, Step)
+    return not passed
 
 
 def _all_variants() -> list[Variant]:
@@ -143,5 +145,3 @@ def groups_of(program: Program, module: Model) -> list[dict[str, Any]]:
     if program.groups == 1:
         return [{"params": named}]
     return [{"params": named[::2]}, {"params": named[1::2], "lr": 0.03}]
-
-
