@@ -174,8 +174,8 @@ class Campaign:
         self.known[finding.signature] += 1
         first = self.known[finding.signature] == 1
         self.say(
-            f"run {finding.run}: {finding.kind}: --seed {finding.seed} --variant {finding.variant} "
-            f"--world {finding.program.world}: {finding.detail[:200]}{'' if first else ' (again)'}"
+            f"run {finding.run}: {finding.kind}{'' if first else ' again'}: --seed {finding.seed} "
+            f"--variant {finding.variant} --world {finding.program.world}: {finding.detail[:200]}"
         )
         if first and self.shrinks:
             begin = time.monotonic()

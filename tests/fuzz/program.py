@@ -156,12 +156,11 @@ class Program:
     scaler: bool = False
     schedule: bool = False
     shared_memory: bool = False  # two parameters over one tensor
-    compiled: bool = False
     seed: int = 0  # of the data and the initial values
 
     def __str__(self) -> str:
         blocks = ", ".join(f"{i}:{b.kind}{f'({b.target})' if b.target >= 0 else ''}" for i, b in enumerate(self.blocks))
-        flags = [name for name in ("scaler", "schedule", "shared_memory", "compiled") if getattr(self, name)]
+        flags = [name for name in ("scaler", "schedule", "shared_memory") if getattr(self, name)]
         flags += [f"left_out={self.left_out}"] if self.left_out >= 0 else []
         options = ", ".join(f"{name}={value}" for name, value in self.options)
         head = f"world={self.world} width={self.width} blocks=[{blocks}] {self.optimizer}({options}) "

@@ -36,7 +36,7 @@ from zerostep.plan.layout import Bucket
 
 TIMEOUT = timedelta(seconds=60)
 START = 60.0
-DEADLINE = 6.0
+DEADLINE = 8.0
 QUICK = 1.2  # while a program is shrunk
 GRACE = 2.0  # after the first error, for the other ranks to raise as well
 
@@ -218,7 +218,7 @@ class Crew:
         for connection in self.connections:
             with suppress(OSError):
                 connection.send((program, variant))
-        limit = START if self.fresh or program.compiled else deadline
+        limit = START if self.fresh else deadline
         self.fresh = False
         return self._verdict(self._collect(limit))
 

@@ -29,9 +29,9 @@ def table(text: str | None = None) -> dict[str, Refusal]:
 
 def expected(program: Program, variant: Variant) -> Refusal | None:
     """The row by which this variant must refuse the program, on all ranks; `None` if it must carry it out."""
-    rows = table()
     found = [(place, name) for name, find in PLACES.items() if (place := find(program, variant)) is not None]
-    return rows[min(found)[1]] if found and min(found)[1] in rows else None
+    first = min(found, key=lambda item: item[0])[1] if found else ""
+    return TABLE.get(first)
 
 
 # For each row, the first operation that is refused.
@@ -80,10 +80,12 @@ def _raw_state(program: Program, variant: Variant) -> int | None:
     return _first(program, lambda op: isinstance(op, RawState))
 
 
+TABLE = table()
+# Those of the constructor in the order in which it looks.
 PLACES: dict[str, Callable[[Program, Variant], int | None]] = {
+    "whole-model-optimizer": _whole_model,
     "shared-memory": _shared_memory,
     "left-out-of-ddp": _left_out,
-    "whole-model-optimizer": _whole_model,
     "read-gradient": _read_gradient,
     "clip-different-parameters": _clip_different,
     "step-inside-no-sync": _step_inside,

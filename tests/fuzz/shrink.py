@@ -121,7 +121,7 @@ def _plain_settings(program: Program) -> Program:
 
 
 def _simpler_settings(program: Program) -> Iterator[Program]:
-    plain = {"groups": 1, "scaler": False, "schedule": False, "compiled": False, "left_out": -1, "width": 3}
+    plain = {"groups": 1, "scaler": False, "schedule": False, "left_out": -1, "width": 3}
     for name, value in plain.items():
         if getattr(program, name) != value:
             yield replace(program, **{name: value})  # type: ignore[arg-type]

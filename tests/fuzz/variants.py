@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import LBFGS, SGD, AdamW, RMSprop
@@ -101,12 +100,7 @@ class Side:
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Where passes are not synchronised."""
-        return self.wrapped.no_sync() if isinstance(self.wrapped, DDP) else self.optimizer.no_sync()
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The model without torch.compile."""
-        return getattr(self.model, "_orig_mod", self.model)
+        return self.model.no_sync() if isinstance(self.model, DDP) else self.optimizer.no_sync()
 
     def synchronize(self) -> None:
         """Wait for late parameters."""
@@ -127,8 +121,6 @@ def make(program: Program, variant: Variant | None, group: Any, meshes: dict[str
     model: Any = module
     if variant is None or variant.kind != "bare":
         model = DDP(module, process_group=group, find_unused_parameters=True, bucket_cap_mb=SMALL_BUCKETS)
-    if program.compiled:
-        model = torch.compile(model, backend="eager")
     if variant is None:
         return Side(module, model, kind(params, **options), None)
     if variant.kind == "zero":
