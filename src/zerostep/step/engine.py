@@ -278,7 +278,12 @@ class Engine:
             self._begin_pass()
             whole = self.buckets.params[index].grad if self._whole else None
             grad = grad if whole is None else whole + grad
-        elif not adds and not self._whole and index in self.sums.used:
+        elif adds and self._whole:
+            raise RuntimeError(
+                "compiled autograd has put back what stood in .grad when its call began, so that the sum of an earlier "
+                'backward pass is lost: use reduction="scatter", or no_sync() for all passes of a step but the last'
+            )
+        elif not adds and index in self.sums.used and not self._whole:
             self._drop([index])  # dropped since the pass began
         self._take(index, grad)
         self._stand_ins.place_one(index)
