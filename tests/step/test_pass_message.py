@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from zerostep.errors import StepMismatchError
 from zerostep.plan.groups import Group
 from zerostep.step.pass_message import UNKNOWN, PassMessage, options_digest, used_by_any
+
+patient = settings(deadline=None)
 
 _INT64 = st.integers(0, 2**62)
 
@@ -26,6 +28,7 @@ def _row(step: int = 3, passes: int = 1, options: int = 17, used: Sequence[bool]
 # Round trip and union.
 
 
+@patient
 @given(_INT64, _INT64, st.integers(1, 2**56 - 1), st.lists(st.booleans(), max_size=200))
 def test_a_message_of_one_rank_says_what_it_has_used(step: int, passes: int, options: int, used: list[bool]) -> None:
     row = PassMessage(step, passes, options, used).to_ints()
@@ -34,6 +37,7 @@ def test_a_message_of_one_rank_says_what_it_has_used(step: int, passes: int, opt
     assert used_by_any([row], len(used)) == {index for index, flag in enumerate(used) if flag}
 
 
+@patient
 @given(st.integers(0, 150).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1)))
 def test_what_some_rank_has_used_counts(masks: list[list[bool]]) -> None:
     rows = [_row(used=mask) for mask in masks]
@@ -139,6 +143,7 @@ def test_tensors_and_objects_are_left_out(key: str, values: list[Any]) -> None:
     assert first == second
 
 
+@patient
 @given(st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.floats() | st.text(), max_size=5))
 def test_a_digest_is_a_positive_integer_that_can_be_sent(options: dict[str, Any]) -> None:
     assert UNKNOWN < options_digest([{"params": [], **options}]) < 2**62

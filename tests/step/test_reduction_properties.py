@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Condition
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.helpers.reference import assert_same_bits
 from zerostep.comm.exchange import Exchange, NullExchange, PendingReduce
-from zerostep.plan.buckets import Cost, plan_buckets
+from zerostep.plan.buckets import Cost, extend, plan_buckets
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
 from zerostep.step.grad_sums import GradSums
 from zerostep.step.labels import PhaseTimer
@@ -151,16 +151,32 @@ class World:
                 assert torch.equal(sums[: owned.length], expected), (number, rank, sums, expected)
 
 
-# Gradients of fewer elements are held until their bucket is launched: all of them, some, or none.
-_SMALL = st.sampled_from([1 << 14, 10, 0])
+@dataclass(frozen=True)
+class Sizes:
+    """Buckets of about twenty elements, and a limit: smaller gradients are held until their bucket is launched."""
+
+    bucket_bytes: int = 80
+    small: int = 1 << 14
 
 
-def _world(specs: Sequence[ParamSpec], world_size: int, small: int = 1 << 14, scale: float = 1.0) -> World:
-    """Buckets of about twenty elements."""
-    layout = plan_buckets(specs, world_size, 80, [4] * len(specs), [Cost(spec.numel) for spec in specs])
+_DEFAULT = Sizes()
+# Buckets of one parameter or of several; all gradients are held, some, or none.
+_ANY = st.builds(Sizes, st.sampled_from([80, 400, 2000]), st.sampled_from([1 << 14, 10, 0]))
+
+
+def _world(specs: Sequence[ParamSpec], world_size: int, wanted: Sizes, scale: float = 1.0) -> World:
+    costs = [Cost(spec.numel) for spec in specs]
+    layout = plan_buckets(specs, world_size, wanted.bucket_bytes, [4] * len(specs), costs)
     net = Net(layout)
     plans = [
-        _plan(layout, rank, [nn.Parameter(torch.zeros(spec.shape)) for spec in specs], Port(net, rank), small, scale)
+        _plan(
+            layout,
+            rank,
+            [nn.Parameter(torch.zeros(spec.shape)) for spec in specs],
+            Port(net, rank),
+            wanted.small,
+            scale,
+        )
         for rank in range(world_size)
     ]
     return World(net, [_rank(plan) for plan in plans])
@@ -186,8 +202,8 @@ def _specs(sizes: Sequence[int], atomic: Sequence[bool] | None = None) -> list[P
     ]
 
 
-def _alone(sizes: Sequence[int], small: int = 1 << 14) -> tuple[World, Rank]:
-    world = _world(_specs(sizes), 1, small)
+def _alone(sizes: Sequence[int], wanted: Sizes = _DEFAULT) -> tuple[World, Rank]:
+    world = _world(_specs(sizes), 1, wanted)
     return world, world.ranks[0]
 
 
@@ -195,11 +211,11 @@ def _alone(sizes: Sequence[int], small: int = 1 << 14) -> tuple[World, Rank]:
 
 
 @patient
-@given(_SIZES, _SMALL, st.data())
+@given(_SIZES, _ANY, st.data())
 def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(
-    sizes: list[int], small: int, data: st.DataObject
+    sizes: list[int], wanted: Sizes, data: st.DataObject
 ) -> None:
-    world, rank = _alone(sizes, small)
+    world, rank = _alone(sizes, wanted)
     rank.reduction.begin()
     arrived = set[int]()
     for index in data.draw(st.permutations(range(len(sizes)))):
@@ -219,9 +235,9 @@ def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(
 
 
 @patient
-@given(_SIZES, _SMALL, st.data())
-def test_what_is_missing_counts_as_zero(sizes: list[int], small: int, data: st.DataObject) -> None:
-    world, rank = _alone(sizes, small)
+@given(_SIZES, _ANY, st.data())
+def test_what_is_missing_counts_as_zero(sizes: list[int], wanted: Sizes, data: st.DataObject) -> None:
+    world, rank = _alone(sizes, wanted)
     fates = [data.draw(st.sampled_from(["came", "missing", "none"])) for _ in sizes]
     rank.reduction.begin()
     for index in data.draw(st.permutations(range(len(sizes)))):
@@ -256,9 +272,9 @@ class _Diary:
 
 
 @patient
-@given(_SIZES, st.data())
-def test_the_sink_is_called_in_one_order_whatever_arrives(sizes: list[int], data: st.DataObject) -> None:
-    world, rank = _alone(sizes)
+@given(_SIZES, _ANY, st.data())
+def test_the_sink_is_called_in_one_order_whatever_arrives(sizes: list[int], wanted: Sizes, data: st.DataObject) -> None:
+    world, rank = _alone(sizes, wanted)
     diary = _Diary()
     sink: SumSink = diary
     plan = _plan(world.layout, 0, rank.params, Port(world.net, 0))
@@ -336,10 +352,10 @@ def _follow(totals: list[Tensor], plan: Pass) -> None:
 
 
 @settings(patient, max_examples=150, phases=(Phase.explicit, Phase.generate))  # a rank that waits in vain waits long
-@given(sizes=_SIZES, small=_SMALL, world_size=st.integers(1, 4), data=st.data())
-def test_passes_add_up_on_every_rank(sizes: list[int], small: int, world_size: int, data: st.DataObject) -> None:
+@given(sizes=_SIZES, wanted=_ANY, world_size=st.integers(1, 4), data=st.data())
+def test_passes_add_up_on_every_rank(sizes: list[int], wanted: Sizes, world_size: int, data: st.DataObject) -> None:
     """Whoever misses what, in whatever order; with parameters dropped and frozen in between."""
-    world = _world(_specs(sizes, [data.draw(st.booleans()) for _ in sizes]), world_size, small)
+    world = _world(_specs(sizes, [data.draw(st.booleans()) for _ in sizes]), world_size, wanted)
     totals, used = [torch.zeros(size) for size in sizes], set[int]()
     with ThreadPoolExecutor(world_size) as threads:
         for _ in range(data.draw(st.integers(1, 4))):
@@ -368,7 +384,7 @@ def test_every_pass_launches_every_bucket_once() -> None:
 
 def test_a_pass_that_was_given_up_leaves_nothing_in_the_next() -> None:
     """In a bucket that was not launched, that is."""
-    world, rank = _alone([3, 4, 5], small=5)
+    world, rank = _alone([3, 4, 5], Sizes(small=5))
     rank.reduction.begin()
     for index, size in ((1, 4), (2, 5)):  # one is held, one is in the bucket already
         rank.reduction.arrive(index, torch.full((size,), 7.0))
@@ -380,7 +396,7 @@ def test_a_pass_that_was_given_up_leaves_nothing_in_the_next() -> None:
 
 @pytest.mark.parametrize("small", [0, 5, 1 << 14])
 def test_gradients_that_are_held_are_copied_when_their_memory_is_about_to_be_reused(small: int) -> None:
-    world, rank = _alone([4, 3, 5], small)
+    world, rank = _alone([4, 3, 5], Sizes(small=small))
     rank.reduction.begin()
     for index, size in ((2, 5), (0, 4)):
         gradient = torch.arange(float(size))
@@ -400,7 +416,7 @@ def test_a_bucket_s_memory_is_used_again_when_its_sum_is_complete() -> None:
 
 
 def test_bytes_are_those_of_buckets_filled_and_in_flight() -> None:
-    _, rank = _alone([40, 40, 4], small=5)
+    _, rank = _alone([40, 40, 4], Sizes(small=5))
     assert rank.reduction.nbytes == 0
     rank.reduction.begin()
     rank.reduction.arrive(2, torch.ones(4))
@@ -434,16 +450,11 @@ def test_one_bucket_can_be_waited_for() -> None:
         assert (list(rank.sums.parts), world.net.in_flight) == (list(range(bucket + 1)), [in_flight])
 
 
-def _with_a_bucket_more(layout: Layout, spec: ParamSpec) -> Layout:
-    bucket = plan_buckets([spec], 1, 80, [4], [Cost(spec.numel)]).buckets[0]
-    slots = tuple(replace(slot, param=len(layout.params)) for slot in bucket.slots)
-    return Layout(1, (*layout.params, spec), (*layout.buckets, replace(bucket, slots=slots)))
-
-
 def test_a_larger_plan_takes_over_what_is_kept() -> None:
     world, rank = _alone([3, 4])
     rank.play_all(5.0)
-    layout = _with_a_bucket_more(world.layout, ParamSpec("new", (9,), "float32", splittable=True))
+    new = ParamSpec("new", (9,), "float32", splittable=True)
+    layout = extend(world.layout, plan_buckets([new], 1, 80, [4], [Cost(9)]))
     rank.params.append(nn.Parameter(torch.zeros(9)))
     larger = World(Net(layout), [rank])
     plan = _plan(layout, 0, rank.params, Port(larger.net, 0))
@@ -456,7 +467,7 @@ def test_a_larger_plan_takes_over_what_is_kept() -> None:
 
 
 def test_each_rank_counts_for_its_share() -> None:
-    world = _world(_specs([6]), 1, scale=0.25)
+    world = _world(_specs([6]), 1, _DEFAULT, scale=0.25)
     world.ranks[0].play_all(8.0)
     world.ranks[0].reduction.finish()
     world.assert_kept([torch.full((6,), 2.0)])
@@ -464,7 +475,7 @@ def test_each_rank_counts_for_its_share() -> None:
 
 @pytest.mark.parametrize("small", [0, 1 << 14])
 def test_the_gradient_itself_is_left_alone(small: int) -> None:
-    _, rank = _alone([3], small)
+    _, rank = _alone([3], Sizes(small=small))
     gradient = torch.full((3,), 5.0)
     rank.reduction.begin()
     rank.reduction.arrive(0, gradient)
