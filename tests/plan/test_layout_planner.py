@@ -53,7 +53,7 @@ def test_a_setting_that_means_nothing_is_refused(setting: str, value: Any, told:
 
 def test_good_settings_are_accepted() -> None:
     Settings().check()
-    Settings("elements", "all", "forward", torch.float32, torch.bfloat16, 1).check()
+    Settings("elements", "all", "forward", "step", torch.float32, torch.bfloat16, 1).check()
 
 
 def test_tiny_buckets_hold_a_parameter_each() -> None:

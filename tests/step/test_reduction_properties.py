@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
@@ -12,14 +12,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.helpers.reference import assert_same_bits
-from zerostep.comm.exchange import NullExchange, PendingReduce
-from zerostep.plan.buckets import Cost, plan_buckets
+from zerostep.comm.exchange import Exchange, NullExchange, PendingReduce
+from zerostep.plan.buckets import Cost, extend, plan_buckets
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
+from zerostep.step.grad_sums import GradSums
 from zerostep.step.labels import PhaseTimer
-from zerostep.step.reduction import Reduction
+from zerostep.step.reduction import Reduction, SumSink
 from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.tensors import Scratch
 
@@ -112,8 +112,23 @@ class Port(NullExchange):
 
 @dataclass(frozen=True)
 class Rank:
+    """One rank's reduction, and the sums that it keeps."""
+
     params: list[Tensor]
     reduction: Reduction
+    sums: GradSums
+
+    def play(self, arrivals: Sequence[tuple[int, float]]) -> None:
+        """One backward pass."""
+        self.reduction.begin()
+        for index, value in arrivals:
+            self.reduction.arrive(index, torch.full_like(self.params[index], value))
+        self.reduction.end()
+
+    def play_all(self, value: float) -> None:
+        """A pass in which every parameter has the same gradient, the last one first."""
+        self.play([(index, value) for index in reversed(range(len(self.params)))])
+        self.sums.use(range(len(self.params)))
 
 
 @dataclass(frozen=True)
@@ -132,25 +147,51 @@ class World:
             for rank, each in enumerate(self.ranks):
                 owned = bucket.owned(rank)
                 expected = whole[owned.start : owned.stop]
-                sums = each.reduction.sums.get(number, torch.zeros_like(expected))
+                sums = each.sums.parts.get(number, torch.zeros_like(expected))
                 assert torch.equal(sums[: owned.length], expected), (number, rank, sums, expected)
 
 
-def _world(specs: Sequence[ParamSpec], world_size: int, scale: float = 1.0) -> World:
-    """Buckets of about twenty elements."""
-    layout = plan_buckets(specs, world_size, 80, [4] * len(specs), [Cost(spec.numel) for spec in specs])
+@dataclass(frozen=True)
+class Sizes:
+    """Buckets of about twenty elements, and a limit: smaller gradients are held until their bucket is launched."""
+
+    bucket_bytes: int = 80
+    small: int = 1 << 14
+
+
+_DEFAULT = Sizes()
+# Buckets of one parameter or of several; all gradients are held, some, or none.
+_ANY = st.builds(Sizes, st.sampled_from([80, 400, 2000]), st.sampled_from([1 << 14, 10, 0]))
+
+
+def _world(specs: Sequence[ParamSpec], world_size: int, wanted: Sizes, scale: float = 1.0) -> World:
+    costs = [Cost(spec.numel) for spec in specs]
+    layout = plan_buckets(specs, world_size, wanted.bucket_bytes, [4] * len(specs), costs)
     net = Net(layout)
-    ranks = [
-        _rank(net, rank, [nn.Parameter(torch.zeros(spec.shape)) for spec in specs], scale) for rank in range(world_size)
+    plans = [
+        _plan(
+            layout,
+            rank,
+            [nn.Parameter(torch.zeros(spec.shape)) for spec in specs],
+            Port(net, rank),
+            wanted.small,
+            scale,
+        )
+        for rank in range(world_size)
     ]
-    return World(net, ranks)
+    return World(net, [_rank(plan) for plan in plans])
 
 
-def _rank(net: Net, rank: int, params: list[Tensor], scale: float = 1.0) -> Rank:
-    count, port = len(net.layout.buckets), Port(net, rank)
-    dtypes = [params[bucket.slots[0].param].dtype for bucket in net.layout.buckets]
-    plan = ReductionPlan(net.layout, rank, params, [port] * count, dtypes, scale, whole=False)
-    return Rank(params, Reduction(plan, lambda part: part, PhaseTimer(), lambda: None))
+def _plan(
+    layout: Layout, rank: int, params: Sequence[Tensor], port: Exchange, small: int = 1 << 14, scale: float = 1.0
+) -> ReductionPlan:
+    dtypes = [params[bucket.slots[0].param].dtype for bucket in layout.buckets]
+    return ReductionPlan(layout, rank, params, [port] * len(dtypes), dtypes, scale, whole=False, small=small)
+
+
+def _rank(plan: ReductionPlan) -> Rank:
+    sums = GradSums(plan)
+    return Rank(list(plan.params), Reduction(plan, lambda part: part, PhaseTimer(), sums), sums)
 
 
 def _specs(sizes: Sequence[int], atomic: Sequence[bool] | None = None) -> list[ParamSpec]:
@@ -161,118 +202,140 @@ def _specs(sizes: Sequence[int], atomic: Sequence[bool] | None = None) -> list[P
     ]
 
 
-def _alone(sizes: Sequence[int]) -> tuple[World, Reduction]:
-    world = _world(_specs(sizes), 1)
-    return world, world.ranks[0].reduction
+def _alone(sizes: Sequence[int], wanted: Sizes = _DEFAULT) -> tuple[World, Rank]:
+    world = _world(_specs(sizes), 1, wanted)
+    return world, world.ranks[0]
 
 
-# One round, in any order.
+# One pass, in any order.
 
 
 @patient
-@given(_SIZES, st.data())
-def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(sizes: list[int], data: st.DataObject) -> None:
-    world, reduction = _alone(sizes)
-    arrived, ended = set[int](), list[bool]()
+@given(_SIZES, _ANY, st.data())
+def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(
+    sizes: list[int], wanted: Sizes, data: st.DataObject
+) -> None:
+    world, rank = _alone(sizes, wanted)
+    rank.reduction.begin()
+    arrived = set[int]()
     for index in data.draw(st.permutations(range(len(sizes)))):
-        ended.append(reduction.arrive(index, torch.full((sizes[index],), 1.0 + index), False))
+        assert not rank.reduction.complete and not rank.reduction.is_taken(index)
+        rank.reduction.arrive(index, torch.full((sizes[index],), 1.0 + index))
         arrived.add(index)
         full = [all(slot.param in arrived for slot in bucket.slots) for bucket in world.layout.buckets]
         assert world.net.launched(0) == list(range([*full, False].index(False)))
         assert world.net.in_flight[0] <= _MOST_IN_FLIGHT
-    assert ended == [False] * (len(sizes) - 1) + [True]
-    assert (reduction.passes, reduction.open, reduction.used) == (1, False, arrived)
-    reduction.finish()
-    assert world.net.in_flight == [0]
+        assert rank.reduction.missing() == sorted(set(range(len(sizes))) - arrived)
+        assert {each for each in range(len(sizes)) if rank.reduction.is_taken(each)} == arrived
+    assert rank.reduction.complete
+    rank.reduction.end()
+    rank.reduction.finish()
+    assert (world.net.launched(0), world.net.in_flight) == (list(range(len(world.layout.buckets))), [0])
     world.assert_kept([torch.full((size,), 1.0 + index) for index, size in enumerate(sizes)])
 
 
 @patient
-@given(_SIZES, st.data())
-def test_what_is_missing_counts_as_zero(sizes: list[int], data: st.DataObject) -> None:
-    world, reduction = _alone(sizes)
+@given(_SIZES, _ANY, st.data())
+def test_what_is_missing_counts_as_zero(sizes: list[int], wanted: Sizes, data: st.DataObject) -> None:
+    world, rank = _alone(sizes, wanted)
     fates = [data.draw(st.sampled_from(["came", "missing", "none"])) for _ in sizes]
+    rank.reduction.begin()
     for index in data.draw(st.permutations(range(len(sizes)))):
         if fates[index] != "missing":
-            reduction.arrive(index, torch.ones(sizes[index]) if fates[index] == "came" else None, False)
-    if not reduction.passes:
-        reduction.launch_missing()
-    reduction.finish()
-    assert reduction.used == {index for index, fate in enumerate(fates) if fate == "came"}
-    assert (reduction.passes, reduction.open) == (1, False)
+            rank.reduction.arrive(index, torch.ones(sizes[index]) if fates[index] == "came" else None)
+    assert rank.reduction.missing() == [index for index, fate in enumerate(fates) if fate == "missing"]
+    assert rank.reduction.complete == (set(fates) == {"came"})
+    rank.reduction.end()
+    assert rank.reduction.missing() == [] and all(map(rank.reduction.is_taken, range(len(sizes))))
+    assert rank.reduction.complete == (set(fates) == {"came"})
+    rank.reduction.finish()
     world.assert_kept([torch.full((size,), float(fate == "came")) for size, fate in zip(sizes, fates, strict=True)])
+    assert world.net.launched(0) == list(range(len(world.layout.buckets)))
+
+
+class _Diary:
+    """Notes what a reduction says about its buckets."""
+
+    def __init__(self) -> None:
+        self.calls = list[tuple[str, int]]()
+        self.params = dict[int, Collection[int]]()
+
+    def launched(self, bucket: int, params: Collection[int]) -> None:
+        self.calls.append(("launched", bucket))
+        self.params[bucket] = params
+
+    def memory_for(self, bucket: int) -> Tensor | None:
+        return None
+
+    def take(self, bucket: int, part: Tensor) -> None:
+        self.calls.append(("take", bucket))
 
 
 @patient
-@given(_SIZES, st.data())
-def test_a_gradient_that_comes_again_begins_a_round(sizes: list[int], data: st.DataObject) -> None:
-    """Any sequence of arrivals, each on top of what is there; whatever is not there when a round ends is zero."""
-    world, reduction = _alone(sizes)
-    totals = [torch.zeros(size) for size in sizes]
-    for index in data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=25)):
-        value = float(data.draw(st.integers(-9, 9)))
-        reduction.arrive(index, torch.full((sizes[index],), value), True)
-        totals[index] += value
-    reduction.launch_missing()
+@given(_SIZES, _ANY, st.data())
+def test_the_sink_is_called_in_one_order_whatever_arrives(sizes: list[int], wanted: Sizes, data: st.DataObject) -> None:
+    world, rank = _alone(sizes, wanted)
+    diary = _Diary()
+    sink: SumSink = diary
+    plan = _plan(world.layout, 0, rank.params, Port(world.net, 0))
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), sink)
+    came = data.draw(st.lists(st.integers(0, len(sizes) - 1), unique=True))
+    reduction.begin()
+    for index in came:
+        reduction.arrive(index, torch.ones(sizes[index]))
+    reduction.end()
     reduction.finish()
-    world.assert_kept(totals)
-    assert world.net.launched(0) == list(range(len(world.layout.buckets))) * reduction.passes
-    assert world.net.most[0] <= _MOST_IN_FLIGHT
+    count = len(world.layout.buckets)
+    assert [bucket for call, bucket in diary.calls if call == "take"] == list(range(count))
+    for bucket in range(count):
+        # What is in flight when the next bucket is launched is the same on all ranks.
+        before = diary.calls[: diary.calls.index(("launched", bucket))]
+        assert before.count(("take", bucket - _MOST_IN_FLIGHT)) == int(bucket >= _MOST_IN_FLIGHT)
+        assert len(before) == bucket + max(0, bucket + 1 - _MOST_IN_FLIGHT)
+        assert set(diary.params[bucket]) == {slot.param for slot in world.layout.buckets[bucket].slots} & set(came)
 
 
-# Several rounds on several ranks.
+# Several passes on several ranks.
 
 
 @dataclass(frozen=True)
-class Round:
+class Pass:
     """What happens on all ranks: what is dropped, what is frozen, and each rank's arrivals in an order of its own."""
 
-    dropped: list[int] | None
+    dropped: list[int]
     frozen: set[int]
-    accumulate: dict[int, bool]
     orders: list[list[tuple[int, float]]]
+
+    @property
+    def used(self) -> set[int]:
+        """What some rank has used: ranks exchange it at the end of a pass."""
+        return {index for order in self.orders for index, _ in order}
 
 
 @st.composite
-def passes(draw: st.DrawFn, count: int, world_size: int) -> Round:
-    """A gradient that replaces what is there comes on all ranks; one that is added may miss on some."""
-    members = st.lists(st.integers(0, count - 1), max_size=2)
-    frozen = set(draw(members))
-    trained = [index for index in range(count) if index not in frozen]
-    accumulate = {index: draw(st.booleans()) for index in trained}
+def passes(draw: st.DrawFn, count: int, world_size: int) -> Pass:
+    dropped = draw(st.just(list(range(count))) | st.lists(st.integers(0, count - 1), max_size=3))
+    frozen = set(draw(st.lists(st.integers(0, count - 1), max_size=2)))
     orders = []
     for _ in range(world_size):
-        came = [index for index in trained if not accumulate[index] or draw(st.integers(0, 3))]
+        came = [index for index in range(count) if index not in frozen and draw(st.integers(0, 3))]
         orders.append([(index, float(draw(st.integers(-8, 8)))) for index in draw(st.permutations(came))])
-    return Round(draw(st.none() | members), frozen, accumulate, orders)
+    return Pass(dropped, frozen, orders)
 
 
-def _play(each: Rank, arrivals: Sequence[tuple[int, float]], accumulate: dict[int, bool]) -> None:
-    """One rank's backward pass."""
-    before = each.reduction.passes
-    for index, value in arrivals:
-        each.reduction.arrive(index, torch.full_like(each.params[index], value), accumulate[index])
-    if each.reduction.passes == before:
-        each.reduction.launch_missing()
-
-
-def _allowed(plan: Round, used: Sequence[set[int]]) -> Round:
-    """Only what all ranks have used, or none, is dropped or replaced: by then they have told each other."""
-    known = {index for index in plan.accumulate if len({index in each for each in used}) == 1}
-    dropped = None if plan.dropped is None else [index for index in plan.dropped if index in known]
-    accumulate = {index: flag or index not in known for index, flag in plan.accumulate.items()}
-    return Round(dropped, plan.frozen, accumulate, plan.orders)
-
-
-def _follow(totals: list[Tensor], used: list[set[int]], plan: Round) -> None:
-    """The model: whole tensors."""
-    for index in [*(plan.dropped or ()), *(index for index, flag in plan.accumulate.items() if not flag)]:
-        totals[index].zero_()
-    for rank, order in enumerate(plan.orders):
-        used[rank].difference_update(plan.dropped or ())
-        for index, value in order:
-            totals[index] += value
-            used[rank].add(index)
+def _run(threads: ThreadPoolExecutor, world: World, plan: Pass) -> None:
+    if plan.dropped:
+        _finish(threads, world)
+    for each in world.ranks:
+        if plan.dropped:
+            each.sums.drop(plan.dropped)
+        for index, param in enumerate(each.params):
+            param.requires_grad_(index not in plan.frozen)
+    pairs = zip(world.ranks, plan.orders, strict=True)
+    for done in [threads.submit(each.play, order) for each, order in pairs]:
+        done.result()
+    for each in world.ranks:
+        each.sums.use(plan.used)
 
 
 def _finish(threads: ThreadPoolExecutor, world: World) -> None:
@@ -280,36 +343,28 @@ def _finish(threads: ThreadPoolExecutor, world: World) -> None:
         each.result()
 
 
-def _run(threads: ThreadPoolExecutor, world: World, plan: Round) -> None:
-    for each in world.ranks:
-        if plan.dropped is not None:
-            each.reduction.drop(plan.dropped)
-        for index, param in enumerate(each.params):
-            param.requires_grad_(index not in plan.frozen)
-    pairs = zip(world.ranks, plan.orders, strict=True)
-    for done in [threads.submit(_play, each, order, plan.accumulate) for each, order in pairs]:
-        done.result()
+def _follow(totals: list[Tensor], plan: Pass) -> None:
+    """The model: whole tensors."""
+    for index in plan.dropped:
+        totals[index].zero_()
+    for index, value in (arrival for order in plan.orders for arrival in order):
+        totals[index] += value
 
 
-@pytest.mark.parametrize("landed", [True, False])
-@settings(patient, max_examples=100, phases=(Phase.explicit, Phase.generate))  # a rank that waits in vain waits long
-@given(sizes=_SIZES, world_size=st.integers(1, 4), data=st.data())
-def test_rounds_add_up_on_every_rank(sizes: list[int], world_size: int, landed: bool, data: st.DataObject) -> None:
-    """Whoever misses what, in whatever order; dropped, frozen and replaced in between."""
-    world = _world(_specs(sizes, [data.draw(st.booleans()) for _ in sizes]), world_size)
-    totals = [torch.zeros(size) for size in sizes]
-    used: list[set[int]] = [set() for _ in range(world_size)]
+@settings(patient, max_examples=150, phases=(Phase.explicit, Phase.generate))  # a rank that waits in vain waits long
+@given(sizes=_SIZES, wanted=_ANY, world_size=st.integers(1, 4), data=st.data())
+def test_passes_add_up_on_every_rank(sizes: list[int], wanted: Sizes, world_size: int, data: st.DataObject) -> None:
+    """Whoever misses what, in whatever order; with parameters dropped and frozen in between."""
+    world = _world(_specs(sizes, [data.draw(st.booleans()) for _ in sizes]), world_size, wanted)
+    totals, used = [torch.zeros(size) for size in sizes], set[int]()
     with ThreadPoolExecutor(world_size) as threads:
         for _ in range(data.draw(st.integers(1, 4))):
-            plan = _allowed(data.draw(passes(len(sizes), world_size)), used)
-            if landed:
-                _finish(threads, world)
+            plan = data.draw(passes(len(sizes), world_size))
             _run(threads, world, plan)
-            _follow(totals, used, plan)
+            _follow(totals, plan)
+            used = (used - set(plan.dropped)) | plan.used
         _finish(threads, world)
-    for each, known in zip(world.ranks, used, strict=True):
-        each.reduction.zero_stale()
-        assert each.reduction.used == known
+    assert all(set(each.sums.used) == used for each in world.ranks)
     world.assert_kept(totals)
     assert all(world.net.launched(rank) == world.net.launched(0) for rank in range(world_size))
     assert max(world.net.most) <= _MOST_IN_FLIGHT
@@ -318,181 +373,174 @@ def test_rounds_add_up_on_every_rank(sizes: list[int], world_size: int, landed: 
 # One thing at a time.
 
 
-def _send(reduction: Reduction, sizes: Sequence[int], value: float, accumulate: bool = False) -> None:
-    for index in reversed(range(len(sizes))):
-        reduction.arrive(index, torch.full((sizes[index],), value), accumulate)
-
-
-def test_a_pass_is_one_round_whatever_was_before() -> None:
-    world, reduction = _alone([30, 30])
-    for number in range(1, 4):
-        _send(reduction, [30, 30], 1.0)
-        assert reduction.passes == number
+def test_every_pass_launches_every_bucket_once() -> None:
+    world, rank = _alone([30, 30])
+    for value in (1.0, 2.0, 3.0):
+        rank.play_all(value)
+    rank.reduction.finish()
     assert world.net.launched(0) == [0, 1] * 3
+    world.assert_kept([torch.full((30,), 6.0)] * 2)
 
 
-@pytest.mark.parametrize("landed", [True, False])
-def test_what_was_dropped_is_gone(landed: bool) -> None:
-    world, reduction = _alone([3, 4])
-    _send(reduction, [3, 4], 5.0)
-    if landed:
-        reduction.finish()
-    reduction.drop([0])
-    reduction.finish()
-    reduction.zero_stale()
-    world.assert_kept([torch.zeros(3), torch.full((4,), 5.0)])
+def test_a_pass_that_was_given_up_leaves_nothing_in_the_next() -> None:
+    """In a bucket that was not launched, that is."""
+    world, rank = _alone([3, 4, 5], Sizes(small=5))
+    rank.reduction.begin()
+    for index, size in ((1, 4), (2, 5)):  # one is held, one is in the bucket already
+        rank.reduction.arrive(index, torch.full((size,), 7.0))
+    assert world.net.launched(0) == []
+    rank.play([(0, 1.0)])
+    rank.reduction.finish()
+    world.assert_kept([torch.ones(3), torch.zeros(4), torch.zeros(5)])
 
 
-@pytest.mark.parametrize("landed", [True, False])
-def test_what_comes_instead_replaces_what_was_there(landed: bool) -> None:
-    world, reduction = _alone([30, 4, 30, 5])
-    for value in (5.0, 7.0):
-        _send(reduction, [30, 4, 30, 5], value)
-        if landed:
-            reduction.finish()
-    reduction.finish()
-    world.assert_kept([torch.full((size,), 7.0) for size in (30, 4, 30, 5)])
+@pytest.mark.parametrize("small", [0, 5, 1 << 14])
+def test_gradients_that_are_held_are_copied_when_their_memory_is_about_to_be_reused(small: int) -> None:
+    world, rank = _alone([4, 3, 5], Sizes(small=small))
+    rank.reduction.begin()
+    for index, size in ((2, 5), (0, 4)):
+        gradient = torch.arange(float(size))
+        rank.reduction.arrive(index, gradient)
+        rank.reduction.copy_held_back()
+        gradient.fill_(torch.nan)
+    rank.reduction.end()
+    rank.reduction.finish()
+    world.assert_kept([torch.arange(4.0), torch.zeros(3), torch.arange(5.0)])
 
 
-def test_forgetting_everything_starts_anew() -> None:
-    world, reduction = _alone([3, 4])
-    _send(reduction, [3, 4], 5.0)
-    reduction.drop_all()
-    assert (reduction.sums, reduction.used) == ({}, set())
-    _send(reduction, [3, 4], 2.0, accumulate=True)
-    reduction.finish()
-    world.assert_kept([torch.full((3,), 2.0), torch.full((4,), 2.0)])
-
-
-def _pointers(world: World) -> dict[int, int]:
-    return {bucket: part.data_ptr() for bucket, part in world.ranks[0].reduction.sums.items()}
-
-
-def test_parts_that_were_forgotten_are_used_again() -> None:
-    """But not those that are still under way when backward ends."""
-    world, reduction = _alone([30] * 5)
-    found = []
-    for value in (1.0, 2.0):
-        _send(reduction, [30] * 5, value)
-        reduction.finish()
-        world.assert_kept([torch.full((30,), value)] * 5)
-        found.append((_pointers(world), dict(reduction.sums)))
-        reduction.drop_all()
-    (first, _), (second, _) = found
-    assert [first[bucket] == second[bucket] for bucket in range(5)] == [True, True, True, False, False]
-
-
-def test_a_forgotten_part_is_used_once() -> None:
-    """A second round adds to it, and needs other memory."""
-    world, reduction = _alone([30] * 3)
-    _send(reduction, [30] * 3, 5.0)
-    reduction.drop_all()
-    for value in (1.0, 2.0):
-        _send(reduction, [30] * 3, value, accumulate=True)
-    reduction.finish()
-    world.assert_kept([torch.full((30,), 3.0)] * 3)
-
-
-def test_a_bucket_s_memory_is_used_again_when_it_has_landed() -> None:
-    """As much as is under way, and one that is being filled."""
-    world, reduction = _alone([30] * 8)
-    _send(reduction, [30] * 8, 1.0)
+def test_a_bucket_s_memory_is_used_again_when_its_sum_is_complete() -> None:
+    """As much as is in flight, and one that is being filled."""
+    world, rank = _alone([30] * 8)
+    rank.play_all(1.0)
     assert len(world.net.places) == 8 and len(set(world.net.places)) <= _MOST_IN_FLIGHT + 1
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_memory_is_let_go_with_the_gradients(whole: bool) -> None:
-    layout = plan_buckets(_specs([30]), 1, 80, [4], [Cost(30)])
-    plan = ReductionPlan(layout, 0, [nn.Parameter(torch.zeros(30))], [NullExchange()], [torch.float32], 1.0, whole)
-    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
-    memories = list[StorageWeakRef]()
-    for _ in range(4):
-        reduction.arrive(0, torch.ones(30), False)
-        reduction.finish()
-        memories.append(StorageWeakRef(reduction.sums[0].untyped_storage()))
-        reduction.drop_all()
-    assert sum(not memory.expired() for memory in memories) <= 1
+def test_bytes_are_those_of_buckets_filled_and_in_flight() -> None:
+    _, rank = _alone([40, 40, 4], Sizes(small=5))
+    assert rank.reduction.nbytes == 0
+    rank.reduction.begin()
+    rank.reduction.arrive(2, torch.ones(4))
+    assert rank.reduction.nbytes == 16  # a gradient that is held
+    rank.reduction.arrive(1, torch.ones(40))
+    assert rank.reduction.nbytes >= 160
+    rank.reduction.end()
+    assert rank.reduction.nbytes >= 320
+    rank.reduction.finish()
+    assert rank.reduction.nbytes == 0
 
 
 def test_a_bucket_without_trained_parameters_is_not_sent() -> None:
-    world, reduction = _alone([30, 30, 30])
-    world.ranks[0].params[1].requires_grad_(False)
-    assert [reduction.arrive(index, torch.ones(30), False) for index in (2, 0)] == [False, True]
-    world.ranks[0].params[1].requires_grad_(True)
-    assert [reduction.arrive(index, torch.ones(30), True) for index in (2, 1, 0)] == [False, False, True]
+    world, rank = _alone([30, 30, 30])
+    rank.params[1].requires_grad_(False)
+    rank.play([(2, 1.0), (0, 1.0)])
+    assert rank.reduction.complete and rank.reduction.is_taken(1)
+    rank.params[1].requires_grad_(True)
+    assert rank.reduction.complete  # a pass goes by what was trainable when it began
+    rank.reduction.begin()
+    assert rank.reduction.missing() == [0, 1, 2]
+    rank.reduction.end()
     assert world.net.launched(0) == [0, 2, 0, 1, 2]
 
 
 def test_one_bucket_can_be_waited_for() -> None:
-    world, reduction = _alone([30, 30])
-    _send(reduction, [30, 30], 1.0)
-    reduction.finish(0)
-    assert (list(reduction.sums), world.net.in_flight) == ([0], [1])
-    reduction.finish(0)
-    assert world.net.in_flight == [1]
-    reduction.finish(1)
-    assert (list(reduction.sums), world.net.in_flight) == ([0, 1], [0])
+    world, rank = _alone([30, 30])
+    rank.play_all(1.0)
+    for bucket, in_flight in ((0, 1), (0, 1), (1, 0)):
+        rank.reduction.finish_bucket(bucket)
+        assert (list(rank.sums.parts), world.net.in_flight) == (list(range(bucket + 1)), [in_flight])
 
 
 def test_a_larger_plan_takes_over_what_is_kept() -> None:
-    world, reduction = _alone([3, 4])
-    _send(reduction, [3, 4], 5.0)
-    params, port = world.ranks[0].params, Port(world.net, 0)
-    reduction.extend(ReductionPlan(world.layout, 0, params, [port], [torch.float32], 1.0, whole=False))
-    assert reduction.used == {0, 1}
-    _send(reduction, [3, 4], 1.0, accumulate=True)
-    reduction.finish()
-    assert torch.equal(reduction.sums[0], torch.full((7,), 6.0))
-    assert world.net.in_flight == [0]
+    world, rank = _alone([3, 4])
+    rank.play_all(5.0)
+    new = ParamSpec("new", (9,), "float32", splittable=True)
+    layout = extend(world.layout, plan_buckets([new], 1, 80, [4], [Cost(9)]))
+    rank.params.append(nn.Parameter(torch.zeros(9)))
+    larger = World(Net(layout), [rank])
+    plan = _plan(layout, 0, rank.params, Port(larger.net, 0))
+    rank.reduction.extend(plan)
+    rank.sums.extend(plan)
+    assert (world.net.in_flight, set(rank.sums.used)) == ([0], {0, 1})
+    rank.play_all(1.0)
+    rank.reduction.finish()
+    larger.assert_kept([torch.full((3,), 6.0), torch.full((4,), 6.0), torch.ones(9)])
 
 
 def test_each_rank_counts_for_its_share() -> None:
-    world = _world(_specs([6]), 1, scale=0.25)
-    world.ranks[0].reduction.arrive(0, torch.full((6,), 8.0), False)
+    world = _world(_specs([6]), 1, _DEFAULT, scale=0.25)
+    world.ranks[0].play_all(8.0)
     world.ranks[0].reduction.finish()
     world.assert_kept([torch.full((6,), 2.0)])
 
 
-def test_the_gradient_itself_is_left_alone() -> None:
-    _, reduction = _alone([3])
+@pytest.mark.parametrize("small", [0, 1 << 14])
+def test_the_gradient_itself_is_left_alone(small: int) -> None:
+    _, rank = _alone([3], Sizes(small=small))
     gradient = torch.full((3,), 5.0)
-    reduction.arrive(0, gradient, False)
-    reduction.finish()
-    reduction.sums[0].zero_()
+    rank.reduction.begin()
+    rank.reduction.arrive(0, gradient)
+    rank.reduction.finish()
+    rank.sums.parts[0].zero_()
     assert torch.equal(gradient, torch.full((3,), 5.0))
 
 
+_IMAGE = torch.arange(24.0).view(2, 3, 2, 2)
+
+
+@pytest.mark.parametrize("gradient", [_IMAGE, _IMAGE.to(memory_format=torch.channels_last)], ids=["rows", "channels"])
+@pytest.mark.parametrize("channels_last", [True, False], ids=["to channels", "to rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_elements_lie_in_the_order_of_the_parameter_s_memory(dtype: torch.dtype) -> None:
-    """In channels-last memory, whatever the memory of the gradient; and another dtype where that was asked for."""
-    param = nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
+def test_elements_lie_in_the_order_of_the_parameter_s_memory(
+    dtype: torch.dtype, channels_last: bool, gradient: Tensor
+) -> None:
+    """Whatever the memory of the gradient; and in another dtype where that was asked for."""
+    zeros = torch.zeros(2, 3, 2, 2)
+    param = nn.Parameter(zeros.to(memory_format=torch.channels_last) if channels_last else zeros)
     layout = plan_buckets([ParamSpec("p", (2, 3, 2, 2), "float32", splittable=True)], 1, 80, [4], [Cost(1)])
-    plan = ReductionPlan(layout, 0, [param], [NullExchange()], [dtype], 0.5, whole=False)
-    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
-    gradient = torch.arange(24.0).view(2, 3, 2, 2)
-    reduction.arrive(0, gradient, False)
-    reduction.finish()
-    assert reduction.sums[0].dtype == dtype
-    assert torch.equal(reduction.sums[0], gradient.permute(0, 2, 3, 1).reshape(-1).to(dtype) / 2)
+    rank = _rank(ReductionPlan(layout, 0, [param], [NullExchange()], [dtype], 0.5, whole=False))
+    rank.reduction.begin()
+    rank.reduction.arrive(0, gradient)
+    rank.reduction.finish()
+    assert rank.sums.parts[0].dtype == dtype
+    in_memory = gradient.permute(0, 2, 3, 1) if channels_last else gradient
+    assert torch.equal(rank.sums.parts[0], in_memory.reshape(-1).to(dtype) / 2)
 
 
 def test_a_sparse_gradient_is_made_dense() -> None:
-    world, reduction = _alone([5])
+    world, rank = _alone([5])
     gradient = torch.sparse_coo_tensor(
         torch.tensor([[1, 3, 1]]), torch.tensor([1.0, 2.0, 4.0]), (5,), check_invariants=True
     )
-    reduction.arrive(0, gradient, False)
-    reduction.finish()
+    rank.reduction.begin()
+    rank.reduction.arrive(0, gradient)
+    rank.reduction.finish()
     world.assert_kept([torch.tensor([0.0, 5.0, 0.0, 2.0, 0.0])])
 
 
-def test_a_replica_s_sum_is_kept() -> None:
-    layout = plan_buckets(_specs([4]), 1, 80, [4], [Cost(4)])
-    plan = ReductionPlan(layout, 0, [nn.Parameter(torch.zeros(4))], [NullExchange()], [torch.float32], 1.0, whole=False)
-    reduction = Reduction(plan, lambda part: part * 3, PhaseTimer(), lambda: None)
-    reduction.arrive(0, torch.ones(4), False)
-    reduction.finish()
-    assert torch.equal(reduction.sums[0], torch.full((4,), 3.0))
+def test_what_is_kept_is_summed_over_the_replicas() -> None:
+    world, rank = _alone([30, 4])
+    plan, seen = _plan(world.layout, 0, rank.params, Port(world.net, 0)), list[int]()
+
+    def sum_replicas(part: Tensor) -> Tensor:
+        seen.append(part.numel())
+        return part * 3
+
+    each = Rank(rank.params, Reduction(plan, sum_replicas, PhaseTimer(), rank.sums), rank.sums)
+    each.play_all(1.0)
+    each.reduction.finish()
+    world.assert_kept([torch.full((30,), 3.0), torch.full((4,), 3.0)])
+    assert len(seen) == len(world.layout.buckets)
+
+
+def test_whole_sums_are_the_gathered_bucket() -> None:
+    """The parts of other owners come with a gather; here one owner has all."""
+    layout = plan_buckets(_specs([30, 30]), 1, 80, [4] * 2, [Cost(30)] * 2)
+    params = [nn.Parameter(torch.zeros(30)) for _ in range(2)]
+    rank = _rank(ReductionPlan(layout, 0, params, [NullExchange()] * 2, [torch.float32] * 2, 1.0, whole=True))
+    for value in (1.0, 2.0):
+        rank.play_all(value)
+    rank.reduction.finish()
+    assert [part.tolist() for part in rank.sums.parts.values()] == [[3.0] * 30] * 2
 
 
 class _FailsOnce(Port):
@@ -507,13 +555,18 @@ class _FailsOnce(Port):
         return super().reduce(memory, bucket)
 
 
-def test_a_bucket_whose_launch_failed_is_launched_again_with_what_was_written() -> None:
-    world, _ = _alone([30])
-    params, port = world.ranks[0].params, _FailsOnce(world.net, 0)
-    plan = ReductionPlan(world.layout, 0, params, [port], [torch.float32], 1.0, whole=False)
-    reduction = Reduction(plan, lambda part: part, PhaseTimer(), lambda: None)
+@pytest.mark.parametrize("small", [0, 1 << 14])
+def test_a_bucket_whose_launch_failed_is_launched_again_with_what_was_written(small: int) -> None:
+    world, rank = _alone([30, 30])
+    again = _rank(_plan(world.layout, 0, rank.params, _FailsOnce(world.net, 0), small))
+    again.reduction.begin()
+    first = world.layout.buckets[0].slots[0].param
     with pytest.raises(RuntimeError, match="once"):
-        reduction.arrive(0, torch.full((30,), 3.0), False)
-    reduction.launch_missing()
-    reduction.finish()
-    assert torch.equal(reduction.sums[0], torch.full((30,), 3.0))
+        again.reduction.arrive(first, torch.full((30,), 3.0))
+    assert again.reduction.missing() == [1 - first] and again.reduction.is_taken(first)
+    again.reduction.arrive(1 - first, torch.full((30,), 4.0))
+    again.reduction.end()
+    again.reduction.finish()
+    assert world.net.launched(0) == [0, 1]
+    assert torch.equal(again.sums.parts[0], torch.full((30,), 3.0))
+    assert torch.equal(again.sums.parts[1], torch.full((30,), 4.0))
