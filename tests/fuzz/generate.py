@@ -57,7 +57,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "RMSprop": [{"eps": 1e-2}, {"eps": 1e-2, "momentum": 0.5}],
 }
 REFUSED = (
-    *("shared-memory", "left-out-of-ddp", "whole-model-optimizer", "read-gradient", "clip-different-parameters"),
+    *("shared-memory", "left-out-of-ddp", "whole-model-optimizer", "read-gradient"),
     *("step-inside-no-sync", "copy-optimizer", "state-dict-alone"),
 )
 
@@ -250,12 +250,7 @@ class Generator:
             call()
 
     def _clip(self) -> None:
-        ours = [("ours", 3), ("ask", 1)]
-        torchs = [("norm", 3), ("value", 2)]
-        kinds = ours if "subsets" in self.features and self.random.random() < 0.8 else [*ours, *torchs]
-        if self.refused == "clip-different-parameters":
-            kinds = torchs
-        how = self.random.choices([kind for kind, _ in kinds], [weight for _, weight in kinds])[0]
+        how = self.random.choices(("ours", "ask", "norm", "value"), (3, 1, 3, 2))[0]
         norm_type = self.random.choice((2.0, 2.0, float("inf"), 1.0))
         self.add(Clip(how, norm_type if how != "value" else 2.0, self.random.choice((0.5, 0.05, 1000.0))))
 
@@ -303,7 +298,5 @@ class Generator:
         if self.refused == "read-gradient":
             block = self.random.randrange(len(self.base.blocks))
             self.add(ReadGrad(block, self.random.choice(("read", "edit"))))
-        if self.refused == "clip-different-parameters":
-            self._clip()
         if self.refused == "step-inside-no-sync":
             self.add(Step(inside=True))

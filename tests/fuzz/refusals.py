@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz.program import Clip, CopyOptimizer, Program, RawState, ReadGrad, Step
-from tests.fuzz.rules import states
+from tests.fuzz.program import CopyOptimizer, Program, RawState, ReadGrad, Step
 from tests.fuzz.variants import Variant
 
 PAGE = Path(__file__).parents[2] / "docs" / "refused.md"
@@ -57,17 +56,6 @@ def _read_gradient(program: Program, variant: Variant) -> int | None:
     return _first(program, lambda op: isinstance(op, ReadGrad)) if variant.scatters else None
 
 
-def _clip_different(program: Program, variant: Variant) -> int | None:
-    if not variant.scatters:
-        return None
-    for number, (op, state) in enumerate(zip(program.ops, states(program), strict=False)):
-        if isinstance(op, Clip) and op.how in ("norm", "value") and state.passed and not program.scaler:
-            held = [own & state.held & state.present for own in state.own]
-            if any(own != set().union(*held) for own in held):
-                return number
-    return None
-
-
 def _step_inside(program: Program, variant: Variant) -> int | None:
     return _first(program, lambda op: isinstance(op, Step) and op.inside) if variant.kind != "zero" else None
 
@@ -87,7 +75,6 @@ PLACES: dict[str, Callable[[Program, Variant], int | None]] = {
     "shared-memory": _shared_memory,
     "left-out-of-ddp": _left_out,
     "read-gradient": _read_gradient,
-    "clip-different-parameters": _clip_different,
     "step-inside-no-sync": _step_inside,
     "copy-optimizer": _copy,
     "state-dict-alone": _raw_state,

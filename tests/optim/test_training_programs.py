@@ -299,3 +299,21 @@ def test_a_loop_equals_plain_ddp_on_a_mesh(pool: Pool, loop: Callable[..., Any])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_pass_that_is_all_reentrant_ends_before_backward_returns(pool: Pool, world: int) -> None:
     pool.run(_run, world, _in_reentrant_segments, ["bare scatter", "bare all"], deadline=DEADLINE)
+
+
+def _dropped_inside_backward(group: ProcessGroup) -> None:
+    """A hook drops the gradient of one parameter while the next pass has summed another one's."""
+    first, second = (nn.Parameter(torch.ones(40)) for _ in range(2))
+    module = nn.ParameterList([first, second])
+    optimizer = ShardedOptimizer(module, SGD, lr=0.5, process_group=group, bucket_mb=0.0001)
+    second.register_post_accumulate_grad_hook(lambda _: setattr(first, "grad", None))
+    first.sum().backward()
+    ((first * 2) * second).sum().backward()
+    optimizer.step()
+    assert torch.equal(first.detach(), torch.zeros(40))  # 1 - 0.5 * 2: the first pass does not count
+    assert torch.equal(second.detach(), torch.zeros(40))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_can_be_dropped_inside_backward(pool: Pool, world: int) -> None:
+    pool.run(_dropped_inside_backward, world, deadline=DEADLINE)

@@ -219,7 +219,7 @@ def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(
     rank.reduction.begin()
     arrived = set[int]()
     for index in data.draw(st.permutations(range(len(sizes)))):
-        assert not rank.reduction.complete and not rank.reduction.is_taken(index)
+        assert not rank.reduction.is_taken(index)
         rank.reduction.arrive(index, torch.full((sizes[index],), 1.0 + index))
         arrived.add(index)
         full = [all(slot.param in arrived for slot in bucket.slots) for bucket in world.layout.buckets]
@@ -227,7 +227,7 @@ def test_a_bucket_is_launched_in_layout_order_as_soon_as_it_may_be(
         assert world.net.in_flight[0] <= _MOST_IN_FLIGHT
         assert rank.reduction.missing() == sorted(set(range(len(sizes))) - arrived)
         assert {each for each in range(len(sizes)) if rank.reduction.is_taken(each)} == arrived
-    assert rank.reduction.complete
+    assert rank.reduction.trainable_count == len(sizes)
     rank.reduction.end()
     rank.reduction.finish()
     assert (world.net.launched(0), world.net.in_flight) == (list(range(len(world.layout.buckets))), [0])
@@ -244,10 +244,8 @@ def test_what_is_missing_counts_as_zero(sizes: list[int], wanted: Sizes, data: s
         if fates[index] != "missing":
             rank.reduction.arrive(index, torch.ones(sizes[index]) if fates[index] == "came" else None)
     assert rank.reduction.missing() == [index for index, fate in enumerate(fates) if fate == "missing"]
-    assert rank.reduction.complete == (set(fates) == {"came"})
     rank.reduction.end()
     assert rank.reduction.missing() == [] and all(map(rank.reduction.is_taken, range(len(sizes))))
-    assert rank.reduction.complete == (set(fates) == {"came"})
     rank.reduction.finish()
     world.assert_kept([torch.full((size,), float(fate == "came")) for size, fate in zip(sizes, fates, strict=True)])
     assert world.net.launched(0) == list(range(len(world.layout.buckets)))
@@ -433,9 +431,9 @@ def test_a_bucket_without_trained_parameters_is_not_sent() -> None:
     world, rank = _alone([30, 30, 30])
     rank.params[1].requires_grad_(False)
     rank.play([(2, 1.0), (0, 1.0)])
-    assert rank.reduction.complete and rank.reduction.is_taken(1)
+    assert rank.reduction.trainable_count == 2 and rank.reduction.is_taken(1)
     rank.params[1].requires_grad_(True)
-    assert rank.reduction.complete  # a pass goes by what was trainable when it began
+    assert rank.reduction.trainable_count == 2  # a pass goes by what was trainable when it began
     rank.reduction.begin()
     assert rank.reduction.missing() == [0, 1, 2]
     rank.reduction.end()

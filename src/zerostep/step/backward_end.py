@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -10,6 +11,8 @@ import torch
 from torch.autograd import Variable
 
 from zerostep.step.weak import weakly
+
+_OUTER = -1  # in place of the number of a graph task that is not known yet
 
 
 class BackwardEnd:
@@ -24,6 +27,7 @@ class BackwardEnd:
         self._action = weakly(action)
         # Autograd has the only strong references, and drops them with the call: a failed one leaves nothing here.
         self._expected: WeakSet[_TaskEnd] = WeakSet()
+        self._lock = RLock()  # several threads may run backward calls
 
     @property
     def active(self) -> bool:
@@ -33,16 +37,21 @@ class BackwardEnd:
     def expect(self) -> None:
         """Call `action` when the backward call that runs this hook is over."""
         task = torch._C._current_graph_task_id()
-        if task != -1 and not any(each.task == task for each in self._expected):
+        with self._lock:
+            if task == -1 or any(each.task == task for each in self._expected):
+                return
             end = _TaskEnd(task, weakly(self._task_over))
             self._expected.add(end)
-            _queue(end)
+        _queue(end)
 
     def _task_over(self, end: _TaskEnd) -> None:
-        self._expected.discard(end)
-        if self._expected:
-            return  # a call inside another one, or beside one in another thread, which ends the pass
         outer = torch._C._current_autograd_node()
+        with self._lock:
+            self._expected.discard(end)
+            if any(each.task != _OUTER for each in self._expected):
+                return  # a call inside another one, or beside one in another thread, which ends the pass
+            if outer is None:
+                self._expected.clear()  # an outer call that was waited for has failed, or ran nothing further
         if outer is None:
             self._action()
         else:
@@ -53,16 +62,18 @@ class BackwardEnd:
 
         They run in the outer call. If none does, the pass is ended by the next call of the optimizer's methods.
         """
-        end = _TaskEnd(-1, weakly(self._task_over))
+        end = _TaskEnd(_OUTER, weakly(self._task_over))
         handles: list[Any] = []
 
         def resume(*args: Any) -> None:
             for handle in handles:
                 handle.remove()
-            self._expected.discard(end)
             self.expect()
+            with self._lock:
+                self._expected.discard(end)
 
-        self._expected.add(end)
+        with self._lock:
+            self._expected.add(end)
         for successor, _ in node.next_functions:
             if successor is not None:
                 handles.append(successor.register_prehook(resume))

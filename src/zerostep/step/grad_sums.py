@@ -76,27 +76,33 @@ class GradSums:
         """Drop the gradients of some parameters. Nothing of an ended pass may be in flight."""
         dropped = self._used.intersection(params)
         self._used -= dropped
-        if not self._used:
-            self.drop_all()
-        for bucket in {self._plan.bucket_of[param] for param in dropped}.intersection(self._parts):
-            self._clear(bucket, dropped)
+        buckets = {self._plan.bucket_of[param] for param in dropped}.intersection(self._parts)
+        slots = {bucket: self._plan.layout.buckets[bucket].slots for bucket in buckets}
+        unused = [bucket for bucket in buckets if not any(slot.param in self._used for slot in slots[bucket])]
+        for bucket in buckets.difference(unused):
+            self._zero(bucket, dropped)
+        self._release(unused)
 
     def drop_all(self) -> None:
-        """Drop all gradients; memory of sums on the host is kept for the next ones."""
+        """Drop all gradients."""
+        self._reusable = {}
+        self._release(list(self._parts))
+        self._used = set()
+
+    def _release(self, buckets: Iterable[int]) -> None:
+        """Drop sums; their memory is kept for the next ones if it is on the host, and of no use to anybody else."""
         # Buckets that are in flight at the end of backward have no sum yet, and get memory of their own.
-        last = list(self._parts) if self._plan.whole else sorted(self._parts)[-MOST_IN_FLIGHT:]
-        on_host = {bucket: part for bucket, part in self._parts.items() if part.device.type == "cpu"}
+        last = set(self._parts) if self._plan.whole else set(sorted(self._parts)[-MOST_IN_FLIGHT:])
         # An inner optimizer may keep a reference to a gradient that it was given: such memory is not reused.
         alone = _references(torch.empty(0))
-        self._reusable = {b: part for b, part in on_host.items() if b not in last and _references(part) == alone}
-        self._parts, self._used = {}, set()
+        for bucket in buckets:
+            part = self._parts.pop(bucket)
+            if bucket not in last and part.device.type == "cpu" and _references(part) == alone:
+                self._reusable[bucket] = part
 
-    def _clear(self, bucket: int, dropped: Collection[int]) -> None:
-        """Zero the sums of dropped gradients; the whole bucket is dropped if no other parameter in it has one."""
+    def _zero(self, bucket: int, dropped: Collection[int]) -> None:
+        """Zero the sums of dropped gradients."""
         where, part = self._plan.layout.buckets[bucket], self._parts[bucket]
-        if not any(slot.param in self._used for slot in where.slots):
-            del self._parts[bucket]
-            return
         start = 0 if self._plan.whole else where.owned(self._plan.rank).start
         for slot in where.slots:
             if slot.param in dropped:
