@@ -55,6 +55,8 @@ class Updater:
                     failure = error
                 if self._gather == "step":
                     self._launch(batch)
+            if failure is None:
+                partial_steps.step_rest()
         partial_steps.end()
         return failure
 
