@@ -206,23 +206,25 @@ class HiddenDistance(Distance):
     """The same; only the parameters show it, when they have come far enough."""
 
     def update(self, group: Group, params: Params) -> None:
-        self.hidden = [self.adapted(params, *getattr(self, "hidden", [(group["d"], 0.0)])[0], float(group["lr"]))]
+        size, numerator = getattr(self, "hidden", [(group["d"], 0.0)])[0]
+        self.hidden = [self.adapted(params, size, numerator, float(group["lr"]))]
 
 
 class OwnDistance(Distance):
     """The same, for each parameter by itself."""
 
     def update(self, group: Group, params: Params) -> None:
-        self.own = getattr(self, "own", None) or {param: (group["d"], 0.0) for param in params}
+        self.own = getattr(self, "own", None) or dict.fromkeys(params, (group["d"], 0.0))
         for param in params:
-            self.own[param] = self.adapted([param], *self.own[param], float(group["lr"]))
+            size, numerator = self.own[param]
+            self.own[param] = self.adapted([param], size, numerator, float(group["lr"]))
 
 
 class SharedState(Plain):
     """A number for all parameters, in state of no parameter; it is of no use yet."""
 
     def update(self, group: Group, params: Params) -> None:
-        entry = self.state["all"]
+        entry = self.state["all"]  # type: ignore[index]
         entry["norm"] = entry.get("norm", 0.0) + sum(float(finite_norm(gradient_of(param))) for param in params)
         super().update(group, params)
 

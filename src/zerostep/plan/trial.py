@@ -63,8 +63,8 @@ _SCHEDULE = (
 )
 
 
-# Afterwards, from the start again: the same gradient at every step, for rules that measure how far parameters have come.
-# Only with a large learning rate do a few steps go far, and only in parameters that are zero does a tiny step show.
+# Afterwards, from the start again: the same gradient at every step, for rules that measure how far parameters have
+# come. Only with a large learning rate do a few steps go far, and only in parameters that are zero does a tiny step show.
 _DRIFT_RATES = (None, *[1.0] * 7)
 
 
@@ -221,7 +221,6 @@ class _Replica:
         """Every leaf with its state."""
         pairs = zip(self._optimizers, self._leaves, strict=True)
         return [(leaf, optimizer.state.get(leaf, {})) for optimizer, leaves in pairs for leaf in leaves]
-
 
     def changed_numbers(self) -> list[dict[str, Any]]:
         """Of each instance: the numbers that it remembers for all its leaves, if steps have changed them."""

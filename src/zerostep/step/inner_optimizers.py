@@ -118,8 +118,8 @@ class InnerOptimizers:
 class PartialSteps:
     """One step in several parts. However many there are, options that a step changes change once.
 
-    `groups` are all groups of `optimizers`. As in one step of the whole, the options of all groups change, also of those
-    that have no tensors on this rank or in this step.
+    `groups` are all groups of `optimizers`. As in one step of the whole, the options of all groups change, also of
+    those that have no tensors on this rank or in this step.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], groups: Sequence[Group]) -> None:

@@ -134,7 +134,7 @@ class ReferenceOptimizer:
 
 
 def _changed(now: Group, seen: Group) -> Group:
-    """Copies of the options that differ from those seen last: whatever a step changes, each optimizer changes itself."""
+    """Copies of the options that the user has changed; what a step changes, each optimizer changes by itself."""
     options = own_options(now)
     return _copied({key: value for key, value in options.items() if key not in seen or not _equal(value, seen[key])})
 
