@@ -64,7 +64,7 @@ _SCHEDULE = (
 
 
 # Afterwards, from the start again: the same gradient at every step, for rules that measure how far parameters have
-# come. Only with a large learning rate do a few steps go far, and only in parameters that are zero does a tiny step show.
+# come. Only with a large learning rate do a few steps go far, and only in parameters that are zero do tiny ones show.
 _DRIFT_RATES = (None, *[1.0] * 7)
 
 
