@@ -1,6 +1,7 @@
 """Optimizer classes of all kinds, for tests of the probe."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -178,6 +179,64 @@ class Adapts(Plain):
             param -= gradient_of(param) / math.sqrt(1.0 + group["seen"])
 
 
+class Distance(Plain):
+    """As Prodigy: one step size for all, which grows with the distance that all parameters have come."""
+
+    def __init__(self, params: Iterable[Any], lr: Any = 1.0, d: float = 1e-6) -> None:
+        super().__init__(params, lr, d=d, numerator=0.0)
+
+    def update(self, group: Group, params: Params) -> None:
+        group["d"], group["numerator"] = self.adapted(params, group["d"], group["numerator"], float(group["lr"]))
+
+    def adapted(self, params: Params, size: float, numerator: float, rate: float) -> tuple[float, float]:
+        """Update parameters; the step size for the next step and its numerator."""
+        denominator = 0.0
+        for param in params:
+            gradient, state = gradient_of(param), self.state[param]
+            start, total = state.setdefault("start", param.clone()), state.setdefault("total", torch.zeros_like(param))
+            numerator += size * rate * float((gradient * (start - param)).nan_to_num().sum())
+            total.mul_(0.999).add_(gradient, alpha=size * rate)
+            denominator += float(total.nan_to_num().abs().sum())
+        for param in params:
+            param -= size * rate * gradient_of(param).sign()
+        return max(size, numerator / denominator if denominator else 0.0), 0.999 * numerator
+
+
+class HiddenDistance(Distance):
+    """The same; only the parameters show it, when they have come far enough."""
+
+    def update(self, group: Group, params: Params) -> None:
+        size, numerator = getattr(self, "hidden", [(group["d"], 0.0)])[0]
+        self.hidden = [self.adapted(params, size, numerator, float(group["lr"]))]
+
+
+class OwnDistance(Distance):
+    """The same, for each parameter by itself."""
+
+    def update(self, group: Group, params: Params) -> None:
+        self.own = getattr(self, "own", None) or dict.fromkeys(params, (group["d"], 0.0))
+        for param in params:
+            size, numerator = self.own[param]
+            self.own[param] = self.adapted([param], size, numerator, float(group["lr"]))
+
+
+class SharedState(Plain):
+    """A number for all parameters, in state of no parameter; it is of no use yet."""
+
+    def update(self, group: Group, params: Params) -> None:
+        entry = self.state["all"]  # type: ignore[index]
+        entry["norm"] = entry.get("norm", 0.0) + sum(float(finite_norm(gradient_of(param))) for param in params)
+        super().update(group, params)
+
+
+class OwnTime(Plain):
+    """Notes when it was called, and how many parameters it has updated; neither matters."""
+
+    def update(self, group: Group, params: Params) -> None:
+        self.called, self.updated = time.perf_counter(), getattr(self, "updated", 0) + len(params)
+        super().update(group, params)
+
+
 class Noise(Plain):
     def direction(self, param: Tensor, gradient: Tensor) -> Tensor:
         return gradient + 0.01 * torch.rand_like(gradient)
@@ -328,6 +387,8 @@ UNKNOWN: dict[type[Optimizer], tuple[bool, bool]] = {
     ScalesItsGradient: (True, True),
     KeepsMuch: (True, True),
     RefusesNarrow: (True, True),
+    OwnTime: (True, True),
+    OwnDistance: (False, True),
     TrustRatio: (False, True),
     Lars: (False, True),
     ClipsEach: (False, True),
@@ -356,6 +417,9 @@ UNKNOWN: dict[type[Optimizer], tuple[bool, bool]] = {
     ClipsAll: (False, False),
     ScalesByLargest: (False, False),
     Adapts: (False, False),
+    Distance: (False, False),
+    HiddenDistance: (False, False),
+    SharedState: (True, False),
     MatricesTogether: (False, False),
     SameLbfgs: (False, False),
     SharpnessAware: (False, False),

@@ -1,6 +1,6 @@
 """Schedulers, changed options, step hooks and closures with `ShardedOptimizer`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from tests.helpers.pool import Pool
+from tests.helpers.probed_optimizers import Group, ScheduleFree
 from tests.helpers.reference import Batch, build, train
 from tests.helpers.sharding import OPTIONS, Contest, backward, series, sharded, values
 
@@ -145,3 +146,75 @@ def _swapped(group: ProcessGroup) -> None:
 
 def test_step_may_be_replaced(pool: Pool) -> None:
     pool.run(_swapped, 2)
+
+
+# Options that a step changes by itself.
+
+
+class Counting(ScheduleFree):
+    """As before, with a tensor that it changes in place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("rate", torch.tensor(lr))
+
+    def update(self, group: Group, params: Sequence[Tensor]) -> None:
+        with_gradient = [param for param in params if param.grad is not None]
+        group["lr"] = float(group["rate"])
+        super().update(group, with_gradient)
+        group["rate"].mul_(0.75)
+
+
+def _in_two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """One group of a single element: all ranks but one own nothing of it."""
+    named = dict(model.named_parameters())
+    smallest = min(named, key=lambda name: named[name].numel())
+    others = [param for name, param in named.items() if name != smallest]
+    return [{"params": [named[smallest]]}, {"params": others, "rate": torch.tensor(0.05)}]
+
+
+def _changed_options(model: nn.Module, optimizer: Any, data: list[Batch]) -> list[Any]:
+    groups = list[Any]()
+    for number, batch in enumerate(data):
+        if number == 2:
+            optimizer.param_groups[0]["rate"].fill_(0.02)
+        train(model, optimizer, [batch])
+        groups += [(group["count"], group["total"], float(group["rate"])) for group in optimizer.param_groups]
+    return groups
+
+
+class SmallNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = build(), nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.inner(inputs) * self.scale
+        return result
+
+
+def _changing(group: ProcessGroup, verify: int) -> None:
+    contest = Contest(build=SmallNet, kind=Counting, options={}, groups=_in_two_groups, ours={"verify": verify})
+    contest.run(group, _changed_options, steps=5)
+
+
+@pytest.mark.parametrize("verify", [0, 5])
+@pytest.mark.parametrize("world", [1, 2])
+def test_options_that_a_step_changes_change_once_on_all_ranks(pool: Pool, world: int, verify: int) -> None:
+    pool.run(_changing, world, verify)
+
+
+def _added_later(group: ProcessGroup) -> list[int]:
+    """All ranks must have the same options for a further group to be taken."""
+    model = SmallNet()
+    first, later = _in_two_groups(model)
+    optimizer = sharded(group, model, Counting, params=[first])
+    train(model, optimizer, series(group, 3))
+    optimizer.add_param_group(later)
+    train(model, optimizer, series(group, 2))
+    return [each["count"] for each in optimizer.param_groups]
+
+
+def test_a_rank_without_leaves_has_the_options_of_the_others(pool: Pool) -> None:
+    assert pool.run(_added_later, 3) == [[5, 2]] * 3

@@ -1,6 +1,6 @@
 """Proof mode of `ShardedOptimizer`: correct steps pass, and every difference is reported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf, nan
 from typing import Any
@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from tests.helpers.pool import Pool, RankError
+from tests.helpers.probed_optimizers import Group, Plain, gradient_of
 from tests.helpers.reference import batches, build, train
-from zerostep import ShardedOptimizer
+from zerostep import ShardedOptimizer, VerificationError
 from zerostep.comm.exchange import HostExchange
 
 CASES: dict[str, tuple[str, type[Optimizer], dict[str, Any]]] = {
@@ -127,3 +128,51 @@ def _wrong_among_infinities(group: ProcessGroup, finite: float) -> None:
 def test_a_wrong_sum_is_found_among_infinities(pool: Pool, world: int, finite: float) -> None:
     with pytest.raises(RankError, match="differs from the unsharded optimizer"):
         pool.run(_wrong_among_infinities, world, finite, deadline=30)
+
+
+class Tires(Plain):
+    """A rule over all parameters that a trial cannot see: it refuses the shapes of a trial, and begins late."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, seen=0.0)
+        if any(tuple(param.shape) == (6, 8) for param in self.param_groups[0]["params"]):
+            raise ValueError("not this shape")
+
+    def update(self, group: Group, params: Sequence[Tensor]) -> None:
+        group["seen"] += sum(float(gradient_of(param).abs().mean()) for param in params if param.grad is not None)
+        for param in params:
+            if param.grad is not None:
+                param -= group["lr"] * param.grad * (1.0 if group["seen"] < 4.0 else 0.5)
+
+
+def _first_difference(group: ProcessGroup) -> int:
+    """The first step at which the sharded and the unsharded run differ, each alone."""
+    runs = []
+    for plainly in (True, False):
+        bare, values = build(), list[list[Tensor]]()
+        model = DDP(bare, process_group=group) if plainly else bare
+        optimizer = Tires(bare.parameters()) if plainly else _tires(group, bare, 0)
+        for batch in batches(3, dist.get_rank(group), 40):
+            train(model, optimizer, [batch])
+            values.append([param.detach().clone() for param in bare.parameters()])
+        runs.append(values)
+    same = [all(map(torch.equal, one, other)) for one, other in zip(*runs, strict=True)]
+    return same.index(False) + 1
+
+
+def _tires(group: ProcessGroup, model: nn.Module, verify: int) -> ShardedOptimizer:
+    return ShardedOptimizer(model, Tires, process_group=group, bucket_mb=0.0003, verify=verify)
+
+
+def _alarm(group: ProcessGroup) -> tuple[int, str]:
+    expected, model = _first_difference(group), build()
+    optimizer = _tires(group, model, 40)
+    with pytest.raises(VerificationError) as caught:
+        train(model, optimizer, batches(3, dist.get_rank(group), 40))
+    return expected, str(caught.value)
+
+
+def test_the_first_step_is_reported_at_which_separate_runs_differ(pool: Pool) -> None:
+    for step, said in pool.run(_alarm, 2):
+        assert step > 4
+        assert f"step {step} differs from the unsharded optimizer" in said

@@ -16,7 +16,9 @@ from tests.helpers.probed_optimizers import (
     UNKNOWN,
     ClipsAll,
     ClipsEach,
+    Distance,
     Group,
+    HiddenDistance,
     IgnoresTiny,
     KeepsRows,
     Lars,
@@ -25,6 +27,7 @@ from tests.helpers.probed_optimizers import (
     NeedsClosure,
     NeedsRate,
     Noise,
+    OwnDistance,
     Params,
     Plain,
     SameAdamW,
@@ -106,6 +109,18 @@ def test_a_limit_of_any_size_is_noticed(kind: type[Optimizer], limit: float) -> 
 def test_a_learning_rate_that_hides_the_update_does_not_hide_the_rule(rate: Any) -> None:
     assert not is_elementwise(Lars, {"lr": rate})
     assert not is_separable(ClipsAll, {"lr": rate})
+
+
+@pytest.mark.parametrize("rate", [10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-5, 1e-8])
+@pytest.mark.parametrize("kind", [Distance, HiddenDistance, OwnDistance], ids=lambda kind: kind.__name__)
+def test_a_step_size_that_grows_late_is_noticed_at_any_learning_rate(kind: type[Optimizer], rate: float) -> None:
+    assert not is_elementwise(kind, {"lr": rate})
+    assert is_separable(kind, {"lr": rate}) is (kind is OwnDistance)
+
+
+@pytest.mark.parametrize("start", [1e-4, 1e-10, 1e-20])
+def test_a_step_size_for_all_is_noticed_before_it_moves_a_parameter(start: float) -> None:
+    assert not is_separable(Distance, {"d": start})
 
 
 def test_options_decide() -> None:

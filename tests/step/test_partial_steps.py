@@ -37,15 +37,19 @@ def _counts(optimizer: Counting) -> list[int]:
     return [group["count"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize(("keep_all", "counts"), [(False, [1, 0]), (True, [1, 1])])
-def test_an_option_changes_once_however_many_parts(keep_all: bool, counts: list[int]) -> None:
+def _steps(optimizer: Counting) -> PartialSteps:
+    return PartialSteps([optimizer], optimizer.param_groups)
+
+
+def test_an_option_changes_once_in_every_group_however_many_parts() -> None:
     optimizer, params = _optimizer()
-    steps = PartialSteps([optimizer], optimizer.param_groups, keep_all)
+    steps = _steps(optimizer)
     steps.step([(0, params[0])])
     steps.step([(0, params[1])])
-    assert steps.begun and _counts(optimizer) == [0, 0]
+    steps.step_rest()
+    assert _counts(optimizer) == [0, 0]
     steps.end()
-    assert _counts(optimizer) == counts and optimizer.sizes == [[1, 0], [1, 0]]
+    assert _counts(optimizer) == [1, 1] and optimizer.sizes == [[1, 0], [1, 0]]
     assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
         list(map(id, params[:2])),
         [id(params[2])],
@@ -53,24 +57,76 @@ def test_an_option_changes_once_however_many_parts(keep_all: bool, counts: list[
     assert [param.tolist() for param in params] == [[-1, -1], [-1, -1], [0, 0]]
 
 
-@pytest.mark.parametrize("keep_all", [False, True])
-def test_a_part_without_tensors_steps_only_where_all_groups_change(keep_all: bool) -> None:
+def test_options_change_where_no_part_has_tensors() -> None:
     optimizer, _ = _optimizer()
-    steps = PartialSteps([optimizer], optimizer.param_groups, keep_all)
+    steps = _steps(optimizer)
     steps.step([])
+    assert not optimizer.sizes
+    steps.step_rest()
     steps.end()
-    assert steps.begun is keep_all and _counts(optimizer) == [int(keep_all)] * 2
+    assert _counts(optimizer) == [1, 1] and optimizer.sizes == [[0, 0]]
 
 
-@pytest.mark.parametrize("keep_all", [False, True])
-def test_a_part_that_fails_leaves_all_tensors_and_options_in_their_groups(keep_all: bool) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_group_takes_its_options_from_a_part_that_had_its_tensors(first: int) -> None:
+    class Skipping(Counting):
+        """Counts only where there is something to update."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["count"] += bool(group["params"])
+
+    _, params = _optimizer()
+    optimizer = Skipping([{"params": params[:2]}, {"params": params[2:]}])
+    steps = _steps(optimizer)
+    for index in (first, 1 - first):
+        steps.step([(index, params[2 * index])])
+    steps.end()
+    assert _counts(optimizer) == [1, 1]
+
+
+def test_who_cannot_step_without_tensors_keeps_its_options() -> None:
+    class Needy(Counting):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["count"] += 1
+                group["device"] = group["params"][0].device
+
+    _, params = _optimizer()
+    optimizer = Needy([{"params": params}])
+    steps = _steps(optimizer)
+    steps.step_rest()
+    steps.end()
+    assert _counts(optimizer) == [0] and len(optimizer.param_groups[0]["params"]) == 3
+
+
+def test_a_tensor_that_a_step_changes_in_place_changes_once_and_stays_the_user_s() -> None:
+    class Halving(Counting):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                group["lr"].mul_(0.5)
+
+    _, params = _optimizer()
+    optimizer, rate = Halving([{"params": params}]), torch.tensor(1.0)
+    optimizer.param_groups[0]["lr"] = rate
+    for expected in (0.5, 0.25):
+        steps = _steps(optimizer)
+        for param in params:
+            steps.step([(0, param)])
+        steps.end()
+        assert rate.item() == expected and optimizer.param_groups[0]["lr"] is rate
+    assert [param.tolist() for param in params] == [[-1.5, -1.5]] * 3
+
+
+def test_a_part_that_fails_leaves_all_tensors_and_options_in_their_groups() -> None:
     optimizer, params = _optimizer()
     params[0].grad = torch.full((2,), torch.nan)
-    steps = PartialSteps([optimizer], optimizer.param_groups, keep_all)
+    steps = _steps(optimizer)
     with pytest.raises(ArithmeticError):
         steps.step([(0, params[0])])
     steps.end()
-    assert not steps.begun and _counts(optimizer) == [0, 0]
+    assert _counts(optimizer) == [0, 0]
     assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
         list(map(id, params[:2])),
         [id(params[2])],

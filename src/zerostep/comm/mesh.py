@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +18,15 @@ class Ranks:
     """The transports of an optimizer.
 
     `shards`: the ranks that divide one copy of the state. `replicas`: the ranks that hold the same part of other
-    copies. `everyone`: all ranks of all copies, which are those of `group`.
+    copies. `everyone`: all ranks of all copies, which are those of `group`. `positions`: for each rank of `everyone`,
+    its rank among its `shards`, which says what it owns.
     """
 
     everyone: Transport
     shards: Transport
     replicas: Transport
     group: dist.ProcessGroup | None
+    positions: Sequence[int]
 
     def replica_all_reduce(self, device: torch.device) -> ReplicaAllReduce:
         """The all-reduce over the replicas for memory on `device`; a collective, as it may connect a companion."""
@@ -58,7 +61,7 @@ def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device |
     """The ranks of a process group, of the world, or of a mesh of one or two dimensions: (replicate, shard)."""
     if not isinstance(given, DeviceMesh):
         everyone = connect(given, device)
-        return Ranks(everyone, everyone, NullTransport(), given)
+        return Ranks(everyone, everyone, NullTransport(), given, range(everyone.world_size))
     if given.ndim == 1:
         return resolve(given.get_group(), device)
     if given.ndim != 2:
@@ -66,10 +69,33 @@ def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device |
             f"a mesh for sharding has one dimension, or two (replicate, shard); this one has {given.ndim}: pass the "
             "submesh of the data-parallel dimensions"
         )
-    group = _whole_group(given)
-    return Ranks(
-        connect(group, device), connect(given.get_group(1), device), connect(given.get_group(0), device), group
-    )
+    return _resolve_rows(given, device)
+
+
+def _resolve_rows(mesh: DeviceMesh, device: torch.device | None) -> Ranks:
+    """The ranks of a mesh whose rows each divide one copy."""
+    positions, group = _positions(mesh.mesh.tolist()), _whole_group(mesh)
+    shards, replicas = (connect(mesh.get_group(dim), device) for dim in (1, 0))
+    return Ranks(connect(group, device), shards, replicas, group, positions)
+
+
+def _positions(rows: Sequence[Sequence[int]]) -> list[int]:
+    """The position of each rank in the group of its row, in the order of the ranks.
+
+    torch sorts the ranks of a group, so the position in a row of the mesh may be another.
+    """
+    orders = [[sorted(row).index(rank) for rank in row] for row in rows]
+    for row, order in zip(rows, orders, strict=True):
+        if order != orders[0]:
+            raise ValueError(
+                f"the ranks of a mesh must rise in the same order in all rows; those of {list(row)} do not as those of "
+                f"{list(rows[0])}: torch sorts the ranks of a group, so columns would not hold the same part of the "
+                "state. Sort each row"
+            )
+    by_rank = {
+        rank: place for row, order in zip(rows, orders, strict=True) for rank, place in zip(row, order, strict=True)
+    }
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -429,7 +429,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             )
         if self._join is None:
             groups = weakly(self._current_groups)
-            self._join = JoinProtocol(self, self._training, groups, in_ddp, self._ranks.everyone)
+            self._join = JoinProtocol(self, self._training, groups, in_ddp, self._ranks)
         # Weakly: the protocol holds the engine.
         on_pass = None if in_ddp else weakly(self._join.backward)
         self._training.engine.enter_join(weakly(self._join.active), on_pass)

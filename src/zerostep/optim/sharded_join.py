@@ -18,8 +18,8 @@ from weakref import finalize, ref
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 
+from zerostep.comm.mesh import Ranks
 from zerostep.comm.objects import receive_object, send_object
-from zerostep.comm.transport import Transport
 from zerostep.errors import InterruptedPassError
 from zerostep.optim.join import JoinShadow, gradients_and_options, on_device, with_gradients
 from zerostep.plan.groups import Group, copy_options
@@ -61,10 +61,11 @@ class JoinProtocol:
     """
 
     def __init__(
-        self, optimizer: Any, step: TrainingStep, groups: Callable[[], list[Group]], in_ddp: bool, transport: Transport
+        self, optimizer: Any, step: TrainingStep, groups: Callable[[], list[Group]], in_ddp: bool, ranks: Ranks
     ) -> None:
         self._optimizer = ref(optimizer)
-        self._step, self._groups, self._in_ddp, self._transport = step, groups, in_ddp, transport.companion()
+        self._step, self._groups, self._in_ddp = step, groups, in_ddp
+        self._transport, self._positions = ranks.everyone.companion(), ranks.positions
         self._announced = False
         self._received: dict[str, Any] = {}
 
@@ -151,7 +152,7 @@ class JoinProtocol:
         return [JoinEvent.from_ints(row) for row in self._transport.all_gather_ints(event.to_ints())]
 
     def _needed(self, rank: int) -> list[Tensor]:
-        return self._step.whole_gradients_of(rank, self._in_ddp)
+        return self._step.whole_gradients_of(self._positions[rank], self._in_ddp)
 
 
 class ShardedJoinHook(JoinShadow):

@@ -4,6 +4,10 @@ A trial compares replicas of the same elements: in one, a single instance of the
 the other, several instances hold the same elements as several ranks would. Equal means equal in every bit, so an
 optimizer whose kernels round differently at the end of a tensor counts as coupling its elements.
 
+Besides the parameters a trial compares what the instances remember: state, options that a step changes and numbers kept
+in attributes. A rule over all parameters shows there at once, even while its effect on the parameters is still too
+small to see or has not begun, such as a step size that grows with the distance from the start.
+
 A trial cannot see what its few steps do not do, such as a change of rule after a hundred of them.
 """
 
@@ -12,12 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from zerostep.plan.groups import options
 
 Build = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an instance of the optimizer under trial that holds these leaves."""
@@ -37,7 +44,7 @@ _MATRICES = tuple(shape for shape in _SMALL if len(shape) == 2)
 # elements, in blocks of 256).
 _SHAPES = (*_SMALL, (128, 160))
 _PIECES: _Division = (((29,), (1,)), ((140,), (5003,)), ((8009,), (7528,)))
-_WITHOUT_GRADIENT = slice(48, 55)  # all of the second shape
+_SECOND = slice(48, 55)  # all of the second shape
 
 PARAMETER_TRIALS = ((_SMALL, False), (_MATRICES, False), (_MATRICES, True))
 """Shapes, and whether `step` gets a closure: to be tried in turn, since not every optimizer takes all shapes."""
@@ -56,6 +63,11 @@ _SCHEDULE = (
 )
 
 
+# Afterwards, from the start again: the same gradient at every step, for rules that measure how far parameters have
+# come. Only with a large learning rate do a few steps go far, and only in parameters that are zero do tiny ones show.
+_DRIFT_RATES = (None, *[1.0] * 7)
+
+
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Run on the CPU whatever the default device, without compiling, and restore torch's random state."""
@@ -70,18 +82,26 @@ def element_coupling(build: Build) -> str | None:
     Raises whatever the optimizer raises.
     """
     before = torch.get_rng_state()
-    whole, pieces = _Replica(build, [_SHAPES]), _Replica(build, _PIECES)
-    for step in [*_steps(whole.memory), _overflow(whole.memory)]:
-        whole.step(step)
-        pieces.step(step)
-        # Compare with the memory, not the leaves, of the pieces: leaves are to share the parameters' memory, so an
-        # optimizer that binds them to other memory would update nothing.
-        if not _same(whole.values(), pieces.memory):
-            return "updates parameters differently when they are cut"
-        if not _same_state(whole.state(), pieces.state()):
-            return "keeps state that depends on where parameters are cut"
+    for course in (_varied_and_overflow, _drifting):
+        zeros = course is _drifting
+        whole, pieces = _Replica(build, [_SHAPES], zeros=zeros), _Replica(build, _PIECES, zeros=zeros)
+        for step in course(whole.memory):
+            whole.step(step)
+            pieces.step(step)
+            if reason := _element_difference(whole, pieces):
+                return reason
     _run_bfloat16(build)
     return _DRAWS if _has_drawn(before) else None
+
+
+def _element_difference(whole: _Replica, pieces: _Replica) -> str | None:
+    # Compare with the memory, not the leaves, of the pieces: leaves are to share the parameters' memory, so an
+    # optimizer that binds them to other memory would update nothing.
+    if not _same(whole.values(), pieces.memory):
+        return "updates parameters differently when they are cut"
+    if not _same_state(whole.state(), pieces.state()):
+        return "keeps state that depends on where parameters are cut"
+    return None
 
 
 @_isolated()
@@ -91,20 +111,41 @@ def parameter_coupling(build: Build, shapes: Sequence[tuple[int, ...]], with_clo
     Raises whatever the optimizer raises.
     """
     before = torch.get_rng_state()
-    together, apart = _Replica(build, [shapes]), _Replica(build, [[shape] for shape in shapes])
-    for step in _steps(together.memory):
-        together.step(step, with_closure)
-        apart.step(step, with_closure)
-        if not _same(together.values(), apart.values()):
-            return _DRAWS if _has_drawn(before) else COUPLES_PARAMETERS
+    for course in (_varied, _drifting):
+        # Whatever differs between two equal replicas, such as the time of a step, shows no dependence.
+        divisions: Sequence[_Division] = ([shapes], [shapes], [[shape] for shape in shapes])
+        together, again, apart = (_Replica(build, each, zeros=course is _drifting) for each in divisions)
+        for step in course(together.memory):
+            for replica in (together, again, apart):
+                replica.step(step, with_closure)
+            if not _same(together.values(), apart.values()):
+                unlike = not _same(together.values(), again.values())
+                return _DRAWS if unlike or _has_drawn(before) else COUPLES_PARAMETERS
+        if not _has_drawn(before) and not _remember_the_same(together, again, apart):
+            return COUPLES_PARAMETERS
     return None
+
+
+def _remember_the_same(together: _Replica, again: _Replica, apart: _Replica) -> bool:
+    """Whether no number and no state differs between one instance with all parameters and one for each."""
+    (ours,), (twins,) = together.changed_numbers(), again.changed_numbers()
+    stable = [name for name, value in ours.items() if _same(value, twins.get(name))]
+    if any(not _same(ours[name], theirs.get(name)) for theirs in apart.changed_numbers() for name in stable):
+        return False
+    states = zip(together.state(), again.state(), apart.state(), strict=True)
+    return all(_same_floats(*(entry for _, entry in entries)) for entries in states)
+
+
+def _same_floats(ours: Mapping[Any, Any], twins: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> bool:
+    stable = [name for name, value in ours.items() if _is_float(value) and _same(value, twins.get(name))]
+    return all(_same(ours[name], theirs.get(name)) for name in stable)
 
 
 def _run_bfloat16(build: Build) -> None:
     """Run a few steps on bfloat16, for optimizers that draw random numbers to round to narrow dtypes."""
     with suppress(Exception):  # not every optimizer takes every dtype
         whole = _Replica(build, [_SMALL], torch.bfloat16)
-        for step in _steps(whole.memory):
+        for step in _varied(whole.memory):
             whole.step(step)
 
 
@@ -119,20 +160,25 @@ class _Step(NamedTuple):
     rate: float | None = None
 
 
-def _steps(elements: Tensor) -> list[_Step]:
+def _varied(elements: Tensor) -> list[_Step]:
     generator, along = torch.Generator().manual_seed(1), torch.linspace(-0.5, 0.5, elements.numel())
     steps = []
     for size, growth, rate in _SCHEDULE:
         gradient = size * 10 ** (growth * along) * _noise(elements, generator)
         steps.append(_Step(gradient.to(elements.dtype), rate))
-    steps[1].gradient[_WITHOUT_GRADIENT] = 0
+    steps[1].gradient[_SECOND] = 0
     return steps
 
 
-def _overflow(elements: Tensor) -> _Step:
+def _varied_and_overflow(elements: Tensor) -> list[_Step]:
     gradient = _noise(elements, torch.Generator().manual_seed(2))
     gradient[3], gradient[600] = math.inf, math.nan
-    return _Step(gradient)
+    return [*_varied(elements), _Step(gradient)]
+
+
+def _drifting(elements: Tensor) -> list[_Step]:
+    gradient = 0.01 * _noise(elements, torch.Generator().manual_seed(3))
+    return [_Step(gradient, rate) for rate in _DRIFT_RATES]
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -144,12 +190,17 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 class _Replica:
     """The elements of a trial in one division, each instance of the optimizer with its leaves."""
 
-    def __init__(self, build: Build, division: _Division, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, build: Build, division: _Division, dtype: torch.dtype = torch.float32, zeros: bool = False
+    ) -> None:
         self._division = division
         count = sum(math.prod(shape) for shapes in division for shape in shapes)
         self.memory = _noise(torch.empty(count, dtype=dtype), torch.Generator().manual_seed(0))
+        if zeros:
+            self.memory[_SECOND] = 0
         self._leaves = [[nn.Parameter(part) for part in parts] for parts in _cut(self.memory, division)]
         self._optimizers = [build(leaves) for leaves in self._leaves]
+        self._numbers = [_numbers(optimizer) for optimizer in self._optimizers]
 
     def step(self, step: _Step, with_closure: bool = False) -> None:
         """One step of every instance."""
@@ -170,6 +221,40 @@ class _Replica:
         """Every leaf with its state."""
         pairs = zip(self._optimizers, self._leaves, strict=True)
         return [(leaf, optimizer.state.get(leaf, {})) for optimizer, leaves in pairs for leaf in leaves]
+
+    def changed_numbers(self) -> list[dict[str, Any]]:
+        """Of each instance: the numbers that it remembers for all its leaves, if steps have changed them."""
+        return [
+            {name: value for name, value in _numbers(optimizer).items() if not _same(value, before.get(name))}
+            for optimizer, before in zip(self._optimizers, self._numbers, strict=True)
+        ]
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Copies of the numbers in options, and of the floating-point ones in attributes and in state of no parameter.
+
+    Integers there may count what an instance holds.
+    """
+    numbers = {f"option {name}": value for name, value in options(optimizer.param_groups[0]).items()}
+    shared = {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
+    kept: list[Mapping[Any, Any]] = [vars(optimizer), shared, *filter(_is_mapping, shared.values())]
+    for number, values in enumerate(kept):
+        numbers |= {f"{number} {name}": value for name, value in values.items() if _is_float(value)}
+    return {name: deepcopy(value) for name, value in numbers.items() if _is_number(value)}
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.requires_grad
+    return isinstance(value, (bool, int, float, complex))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
 
 
 def _cut(memory: Tensor, division: _Division) -> list[list[Tensor]]:

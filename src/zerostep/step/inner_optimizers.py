@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -14,6 +15,8 @@ from zerostep.memory.leaf import Leaf, clone_scalars, view_state
 from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
 
 StateDict = dict[str, Any]
+
+logger = logging.getLogger("zerostep")
 
 
 class InnerOptimizers:
@@ -115,42 +118,77 @@ class InnerOptimizers:
 class PartialSteps:
     """One step in several parts. However many there are, options that a step changes change once.
 
-    `groups` are all groups of `optimizers`. With `keep_all`, a partial step keeps the options that it leaves in all
-    groups, and steps even without tensors; otherwise, only those of groups that had tensors in it.
+    `groups` are all groups of `optimizers`. As in one step of the whole, the options of all groups change, also of
+    those that have no tensors on this rank or in this step.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], groups: Sequence[Group], keep_all: bool = False) -> None:
-        self._optimizers, self._groups, self._keep_all = list(optimizers), groups, keep_all
+    def __init__(self, optimizers: Iterable[Optimizer], groups: Sequence[Group]) -> None:
+        self._groups = groups
+        # Each optimizer with the indices of its groups.
+        self._optimizers = [(optimizer, _indices(optimizer.param_groups, groups)) for optimizer in optimizers]
         self._before = [dict(group) for group in groups]
+        # A step may change a tensor in place, which must start every part with the same value.
+        self._values = [_tensor_options(group) for group in groups]
         self._after: dict[int, Group] = {}
-
-    @property
-    def begun(self) -> bool:
-        """Whether a partial step was made."""
-        return bool(self._after)
+        self._with_tensors: set[int] = set()
 
     def step(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
         """Update some tensors, which have their gradients; each comes with the index of its group."""
-        chosen: dict[int, list[Tensor]] = {index: [] for index in range(len(self._groups))} if self._keep_all else {}
+        chosen: dict[int, list[Tensor]] = {}
         for index, tensor in tensors:
             chosen.setdefault(index, []).append(tensor)
+        for optimizer, indices in self._optimizers:
+            if indices & chosen.keys():
+                self._run(optimizer, indices, chosen)
+        self._with_tensors |= chosen.keys()
+
+    def step_rest(self) -> None:
+        """Step those optimizers without tensors that no part has stepped: the options of their groups change."""
+        for optimizer, indices in self._optimizers:
+            if not indices & self._after.keys():
+                try:
+                    self._run(optimizer, indices, {})
+                except Exception as error:  # not every class can step without tensors; nothing was updated
+                    logger.debug("%s cannot step without tensors: %s", type(optimizer).__name__, error)
+
+    def _run(self, optimizer: Optimizer, indices: set[int], chosen: Mapping[int, list[Tensor]]) -> None:
         try:
-            for index, group in enumerate(self._groups):
-                group["params"] = chosen.get(index, [])
-            for optimizer in self._optimizers:
-                if self._keep_all or any(group["params"] for group in optimizer.param_groups):
-                    optimizer.step()
-            self._after.update({index: options(self._groups[index]) for index in chosen})
+            for index in indices:
+                self._groups[index]["params"] = chosen.get(index, [])
+            optimizer.step()
+            # A group without tensors counts only where no part has tensors for it: a class may skip such groups.
+            for index in indices & (chosen.keys() | indices - self._with_tensors):
+                self._after[index] = {**options(self._groups[index]), **_tensor_options(self._groups[index])}
         finally:
-            # After an error, too: the groups must hold all their tensors again.
-            for group, before in zip(self._groups, self._before, strict=True):
-                group.clear()
-                group.update(before)
+            self._restore()
+
+    def _restore(self) -> None:
+        """Give the groups their tensors and the options that they began with, after an error, too."""
+        for group, before, values in zip(self._groups, self._before, self._values, strict=True):
+            group.clear()
+            group.update(before)
+            for key, value in values.items():
+                before[key].detach().copy_(value)
 
     def end(self) -> None:
         """Give the groups the options that the partial steps have left."""
         for index, after in self._after.items():
-            self._groups[index].update(after)
+            group, before = self._groups[index], self._before[index]
+            group.update(after)
+            # The user may hold the tensor, to change it.
+            for key, value in self._values[index].items():
+                if isinstance(after.get(key), Tensor) and after[key].shape == value.shape:
+                    group[key] = before[key]
+                    before[key].detach().copy_(after[key])
+
+
+def _indices(some: Sequence[Group], groups: Sequence[Group]) -> set[int]:
+    known = set(map(id, some))
+    return {index for index, group in enumerate(groups) if id(group) in known}
+
+
+def _tensor_options(group: Group) -> Group:
+    return {key: value.detach().clone() for key, value in options(group).items() if isinstance(value, Tensor)}
 
 
 def replace_state(optimizer: Optimizer, state_dict: StateDict, fresh: bool = False) -> None:

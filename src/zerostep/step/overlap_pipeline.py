@@ -84,7 +84,7 @@ class OverlapPipeline:
         self._inner, self._outer_groups, self._leaf_of = inner, outer_groups, leaf_of
         self._layout, self._index_of = ownership.layout, ownership.index_of
         self._plans: dict[tuple[int, ...], DdpBucketPlan] = {}
-        self._partial_steps = PartialSteps([inner], inner.param_groups, keep_all=True)
+        self._partial_steps = PartialSteps([inner], inner.param_groups)
         self._error: Exception | None = None
         self._used: dict[Tensor, bool] = {}
         self._callback: GradientCallback | None = None
@@ -153,8 +153,7 @@ class OverlapPipeline:
     def _begin(self) -> None:
         """Begin an iteration: every partial step starts from the options that the user's groups have now."""
         copy_options(self._outer_groups, self._inner.param_groups)
-        # All groups change on all ranks, as in one step of the whole: a rank may own no parameter of a group.
-        self._partial_steps = PartialSteps([self._inner], self._inner.param_groups, keep_all=True)
+        self._partial_steps = PartialSteps([self._inner], self._inner.param_groups)
         self._error = None
         for param, leaf in self._leaf_of.items():
             if leaf.data_ptr() != param.data_ptr():
@@ -172,8 +171,10 @@ class OverlapPipeline:
                     leaf.grad = grad.to(leaf.dtype)
                     leaves.append((self._layout.params[self._index_of[param]].group, param, leaf))
             self._edit_gradients(leaves)
-            if leaves or (arrived.is_last and not self._partial_steps.begun):
+            if leaves:
                 self._partial_steps.step((group, leaf) for group, _, leaf in leaves)
+            if arrived.is_last:
+                self._partial_steps.step_rest()
         except Exception as error:
             self._error = error
         finally:

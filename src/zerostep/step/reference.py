@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from zerostep.comm.transport import Transport
 from zerostep.errors import VerificationError
-from zerostep.plan.groups import Group
+from zerostep.plan.groups import Group, own_options
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.step.inner_optimizers import InnerOptimizers
@@ -44,6 +45,7 @@ class ReferenceOptimizer:
         self._local: dict[int, Tensor] = {}
         self._edited = False
         self._inners = InnerOptimizers([], [], planner.default_class, planner.defaults)
+        self._seen: list[Group] = []
         for group in groups:
             self.add(group, specs)
 
@@ -52,7 +54,9 @@ class ReferenceOptimizer:
         self._specs = list(specs)
         copies = [nn.Parameter(self._as_master(param.detach().clone())) for param in group["params"]]
         self._copies += copies
-        self._inners.add(group, copies)
+        # Copies of the options too: both optimizers may change them in place.
+        self._inners.add({**group, **_copied(own_options(group))}, copies)
+        self._seen.append(_copied(own_options(group)))
 
     def _as_master(self, copy: Tensor) -> Tensor:
         dtype = self._planner.settings.master_dtype
@@ -102,10 +106,11 @@ class ReferenceOptimizer:
     def load(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
         """Replace state, by parameter, and the options of the groups."""
         self._inners.load({self._copies[index]: entry for index, entry in saved.items()}, chosen)
+        self._seen = [_copied(own_options(group)) for group in chosen]
 
     def step(self, outer: Sequence[Group], params: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
-        """Step with these sums, from the parameters as they are now."""
-        self._inners.push_options(outer)
+        """Step with these sums, from the parameters as they are now, with the options that the user has changed."""
+        self._inners.push_options([_changed(now, seen) for now, seen in zip(outer, self._seen, strict=True)])
         for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
             # Only where the user has set a value: elsewhere a master has bits that the parameter lacks.
             if not _same_bits(copy.detach().to(param.dtype), param):
@@ -115,8 +120,9 @@ class ReferenceOptimizer:
             for optimizer in self._inners.all:
                 optimizer.step()
 
-    def compare(self, params: Sequence[Tensor]) -> None:
-        """Compare all parameters after the step."""
+    def compare(self, outer: Sequence[Group], params: Sequence[Tensor]) -> None:
+        """Compare all parameters after the step. `outer` has the options as the step of the sharded one left them."""
+        self._seen = [_copied(own_options(group)) for group in outer]
         self._steps, self._left = self._steps + 1, self._left - 1
         for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
             copy.grad = None
@@ -132,6 +138,32 @@ class ReferenceOptimizer:
             f"step {self._steps} differs from the unsharded optimizer, first in parameter {self._specs[index].name!r}: "
             f"{description}. Please report this with the model and the optimizer's options"
         )
+
+
+def _changed(now: Group, seen: Group) -> Group:
+    """Copies of the options that the user has changed; what a step changes, each optimizer changes by itself."""
+    options = own_options(now)
+    return _copied({key: value for key, value in options.items() if key not in seen or not _equal(value, seen[key])})
+
+
+def _copied(options: Group) -> Group:
+    return {key: _copy(value) for key, value in options.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    try:
+        return deepcopy(value)
+    except Exception:  # what cannot be copied is the same in both
+        return value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _same_bits(one, other.to(one.device))
+    # By the text, too: NaN is not equal to itself, and 1 is equal to True.
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

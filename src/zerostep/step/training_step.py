@@ -186,7 +186,7 @@ class TrainingStep:
     def _compare_with_reference(self) -> None:
         if self._reference is not None:
             self.synchronize()
-            self._reference.compare(self._engine.buckets.params)
+            self._reference.compare(self._groups(), self._engine.buckets.params)
             if self._reference.done:
                 self._set_reference(None)
 
@@ -204,9 +204,12 @@ class TrainingStep:
             for param in self._engine.buckets.params:
                 param.grad = None
 
-    def whole_gradients_of(self, rank: int, in_ddp: bool) -> list[Tensor]:
-        """The parameters whose whole gradients a joined rank needs from a live one to step on what it owns."""
+    def whole_gradients_of(self, position: int, in_ddp: bool) -> list[Tensor]:
+        """The parameters whose whole gradients a joined rank needs from a live one to step on what it owns.
+
+        `position` is its rank among those that divide the state.
+        """
         if not in_ddp or self._settings.reduction == "scatter":
             return []
         layout, params = self._engine.buckets.layout, self._engine.buckets.params
-        return [params[fragment.param] for fragment in layout.fragments(rank % layout.world_size)]
+        return [params[fragment.param] for fragment in layout.fragments(position)]

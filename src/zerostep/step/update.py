@@ -53,6 +53,8 @@ class Updater:
                 failure = error
             if self._gather == "step":
                 self.launch(batch)
+        if failure is None:
+            partial_steps.step_rest()
         partial_steps.end()
         return failure
 
