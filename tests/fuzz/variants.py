@@ -54,12 +54,12 @@ class Variant:
 
 
 def _updates_in_backward(program: Program) -> bool:
-    """No clipping, no GradScaler, no gradients set or read by hand, and a step after each synchronised pass."""
+    """No clipping, no GradScaler, no gradients set or read by hand, a step after each pass, no graph used twice."""
     if program.scaler or any(isinstance(op, (Clip, Hand, ReadGrad)) for op in program.ops):
         return False
     passed = False
     for op, state in zip(program.ops, states(program), strict=False):
-        if isinstance(op, Pass) and (passed or state.summed):
+        if isinstance(op, Pass) and (passed or state.summed or op.retain):
             return False
         if isinstance(op, (Drop, AddGroup)) and passed:
             return False  # a batch without a step
@@ -82,7 +82,10 @@ def _all_variants() -> list[Variant]:
         Variant("zero-view", "zero", {"parameters_as_bucket_view": True}),
     ]
     if "update" in inspect.signature(ShardedOptimizer.__init__).parameters:
-        found.append(Variant("backward", "bare", {"update": "backward"}, needs=_updates_in_backward.__doc__ or ""))
+        needs = _updates_in_backward.__doc__ or ""
+        found.append(Variant("backward", "bare", {"update": "backward"}, needs=needs))
+        late = {"update": "backward", "gather": "forward"}
+        found.append(Variant("backward-forward", "bare", late, needs=needs))
     return found
 
 

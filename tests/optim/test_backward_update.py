@@ -158,7 +158,7 @@ def test_matrices_are_updated_whole(pool: Pool, world: int) -> None:
 
 
 def _masters(group: ProcessGroup) -> None:
-    options = {"master_dtype": torch.float32, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"master_dtype": torch.float32, "reduce_dtype": torch.float32}
     models = [build().bfloat16(), build().bfloat16()]
     updates = [
         sharded(group, model, update=way, **options) for model, way in zip(models, ("step", "backward"), strict=True)
@@ -179,7 +179,8 @@ def _on_a_mesh(group: ProcessGroup) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
     models = [build(), build()]
     for model, way in zip(models, ("step", "backward"), strict=True):
-        optimizer = ShardedOptimizer(model, AdamW, process_group=mesh, update=way, bucket_mb=0.0003, **OPTIONS)
+        options = {"process_group": mesh, "update": way, "bucket_mb": 0.0003, **OPTIONS}
+        optimizer = ShardedOptimizer(model, AdamW, **options)
         train(model, optimizer, series(group, 4))
     assert_same_bits(values(models[1]), values(models[0]))
 

@@ -143,7 +143,6 @@ def test_state_moves_between_meshes(pool: Pool, name: str, tmp_path: Path) -> No
 
 
 LENGTHS = (4, 1, 2, 0)
-JOINING = [way for way in WAYS if way != "bare scatter"]
 
 
 def _uneven(group: ProcessGroup, name: str, way: str, clip: bool) -> float:
@@ -165,7 +164,7 @@ def _uneven(group: ProcessGroup, name: str, way: str, clip: bool) -> float:
     return gap(values(model), values(plain_model))
 
 
-@pytest.mark.parametrize("way", JOINING)
+@pytest.mark.parametrize("way", WAYS)
 @meshes
 def test_ranks_without_inputs_count_as_zeros(pool: Pool, name: str, way: str) -> None:
     for clip in (False, True):

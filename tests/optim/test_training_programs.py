@@ -55,7 +55,8 @@ def _bare(model: nn.Module) -> Heads:
 
 
 def _group(model: nn.Module, optimizer: Any) -> ProcessGroup:
-    group: ProcessGroup = (optimizer if isinstance(optimizer, ShardedOptimizer) else model).process_group
+    holder: Any = optimizer if isinstance(optimizer, ShardedOptimizer) else model
+    group: ProcessGroup = holder.process_group
     return group
 
 

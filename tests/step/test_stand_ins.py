@@ -161,7 +161,7 @@ def test_only_the_named_stand_ins_are_lifted() -> None:
     setting = Setting()
     setting.stand_ins.place([0, 1])
     setting.set_grad(2, torch.ones(2))
-    setting.stand_ins.lift([1, 2])
+    setting.stand_ins.lift([1, 2], ())
     assert setting.grads() == ["ShardedGradient", "NoneType", "Tensor"]
 
 
@@ -169,7 +169,7 @@ def test_what_ddp_has_written_stays_and_drops_nothing() -> None:
     """As in a pass inside `no_sync()`: the gradient of this rank adds to the sum whose stand-in was lifted."""
     setting = Setting()
     setting.stand_ins.place([0, 1])
-    setting.stand_ins.lift([0, 1])
+    setting.stand_ins.lift([0, 1], ())
     setting.backward(0)
     setting.stand_ins.put_back()
     assert setting.grads() == ["Tensor", "ShardedGradient", "NoneType"]
@@ -179,7 +179,7 @@ def test_what_ddp_has_written_stays_and_drops_nothing() -> None:
 def test_what_the_user_drops_after_it_was_lifted_is_put_back_at_most_once() -> None:
     setting = Setting()
     setting.stand_ins.place([0])
-    setting.stand_ins.lift([0])
+    setting.stand_ins.lift([0], ())
     setting.stand_ins.put_back()
     setting.set_grad(0, None)
     setting.stand_ins.put_back()
@@ -189,7 +189,7 @@ def test_what_the_user_drops_after_it_was_lifted_is_put_back_at_most_once() -> N
 def test_after_a_reduction_nothing_is_lifted() -> None:
     setting = Setting()
     setting.stand_ins.place([0])
-    setting.stand_ins.lift([0])
+    setting.stand_ins.lift([0], ())
     setting.backward(0)
     setting.stand_ins.forget_lifted()
     assert setting.stand_ins.was_dropped(0)

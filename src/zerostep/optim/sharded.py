@@ -79,8 +79,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
         **defaults: options for the inner optimizer.
 
-    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm`, `zero_grad(set_to_none=False)` and
-    `consolidate_state_dict` are collective: all ranks call them.
+    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
+    collective: all ranks call them.
     """
 
     # `None` while torch's constructor runs, which calls add_param_group.
@@ -322,7 +322,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         else:
             if engine.joining():
                 raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")
-            engine.grad_ops.clear()
+            engine.zero_all()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""

@@ -89,6 +89,8 @@ class BackwardUpdate:
     def end(self) -> Exception | None:
         """End the step: groups take the options that its parts have left. The error of the update, if it failed."""
         assert self._partial_steps is not None
+        if self._failure is None:
+            self._partial_steps.step_rest()
         self._partial_steps.end()
         self._partial_steps = None
         gathered, self._gathered = self._gathered, []

@@ -221,7 +221,7 @@ class Engine:
         with self.lock:
             if not self._backward_end.active:
                 self._notice_dropped()
-                self._stand_ins.lift(self.sums.used)
+                self._stand_ins.lift(self.sums.used, self._paused_grads)
                 self._lifted = True
             self._backward_end.expect()
 
@@ -312,8 +312,11 @@ class Engine:
                 self._put_back()  # after torch.autograd.grad, or a pass inside no_sync()
 
     def _put_back(self) -> None:
-        self._stand_ins.put_back()
-        self._lifted = False
+        if self._lifted:
+            self._stand_ins.put_back()
+            # DDP remembers which parameters were used inside no_sync(), and then insists on their gradients.
+            self._paused_grads.update(self._own_grads())
+            self._lifted = False
 
     def end_pass(self, joined: bool = False, read: bool = True) -> None:
         """Launch the rest of an open pass, and learn which parameters some rank has used.
@@ -339,7 +342,7 @@ class Engine:
     def _take_leftovers(self) -> None:
         """Take gradients that no hook has seen: of passes inside `no_sync()`, set by hand, or just unfrozen."""
         for index in self.reduction.missing():
-            if self._stand_ins.has_own_grad(index) or index in self._paused_grads:
+            if self._has_own_grad(index):
                 self._take_own_grad(index)
             elif self._whole:
                 self._take_along(index)
@@ -415,7 +418,6 @@ class Engine:
             self.keep_only(kept)
             self._begin_pass()
             self.end_pass(joined=True)
-            self.reduction.finish()
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -458,10 +460,13 @@ class Engine:
 
     def _own_grads(self) -> list[int]:
         """Gradients of this rank that no pass has reduced."""
-        has_own_grad = self._stand_ins.has_own_grad
         params = enumerate(self.buckets.params)
-        own = (i for i, param in params if param.requires_grad and param.grad is not None)
-        return [i for i in own if has_own_grad(i) or i in self._paused_grads]
+        return [index for index, param in params if param.requires_grad and self._has_own_grad(index)]
+
+    def _has_own_grad(self, index: int) -> bool:
+        if self._whole and index in self._paused_grads:
+            return self.buckets.params[index].grad is not None  # autograd has added to the sum that stood there
+        return self._stand_ins.has_own_grad(index)
 
     def _reduce_own(self, own: Iterable[int]) -> None:
         """A pass of gradients that no hook has seen."""
@@ -511,6 +516,14 @@ class Engine:
             self._forget_lifted()
             self._paused_grads.clear()
             self.grad_ops.drop_norms()
+
+    def zero_all(self) -> None:
+        """Set all gradients to zero; their parameters still count as used."""
+        with self.lock:
+            self._notice_dropped()
+            self.finish()
+            self.grad_ops.clear()
+            self._stand_ins.zero_own_grads()
 
     def finish(self) -> None:
         """Wait for all sums."""

@@ -82,9 +82,9 @@ class ShardedGradOps:
                 part.mul_(factor)
 
     def clear(self) -> None:
-        """Set all gradients to zero; their parameters still count as used."""
+        """Set all sums to zero, which are complete; their parameters still count as used."""
         self._note_edit()
-        for part in self._all_parts():
+        for part in self._sums.parts.values():
             part.zero_()
 
     def _note_edit(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from zerostep.step.bucket_shards import BucketShards
@@ -67,13 +68,24 @@ class StandIns:
         grad = self._buckets.params[index].grad
         return type(grad) is not ShardedGradient and (grad is None or index not in self._lifted)
 
+    def zero_own_grads(self) -> None:
+        """Zero all gradients of this rank that were not reduced yet."""
+        for param in self._buckets.params:
+            own = param.grad.arrived if type(param.grad) is ShardedGradient else param.grad
+            if own is not None:
+                own.detach().zero_()
+
     # ------------------------------------------------------------------ DDP must find no stand-ins
 
-    def lift(self, params: Iterable[int]) -> None:
-        """Take the stand-ins of these parameters out of `.grad`, because DDP is about to read and write it."""
+    def lift(self, params: Iterable[int], needed: Collection[int]) -> None:
+        """Take the stand-ins of these parameters out of `.grad`, because DDP is about to read and write it.
+
+        Those that are `needed` get zeros instead: DDP counts them as used.
+        """
         for index in params:
-            if type(self._buckets.params[index].grad) is ShardedGradient:
-                self._buckets.params[index].grad = None
+            param = self._buckets.params[index]
+            if type(param.grad) is ShardedGradient:
+                param.grad = torch.zeros_like(param) if index in needed else None
                 self._lifted.add(index)
 
     def put_back(self) -> None:
