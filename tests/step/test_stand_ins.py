@@ -151,7 +151,7 @@ def test_lifted_stand_ins_come_back() -> None:
     setting = Setting()
     setting.stand_ins.place([0, 1])
     before = [param.grad for param in setting.params]
-    setting.stand_ins.lift(range(3))
+    setting.stand_ins.lift(range(3), ())
     assert setting.grads() == ["NoneType"] * 3
     setting.stand_ins.put_back()
     assert [param.grad for param in setting.params] == before
