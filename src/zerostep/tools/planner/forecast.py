@@ -2,8 +2,8 @@
 
 A collective over `n` ranks is a ring: each message costs the latency *alpha*, and each byte the time *beta*, one over
 the bandwidth. An all-reduce may be a tree instead. Buckets are sent one after the other, each as soon as backward has
-filled it; what has not arrived when backward ends is exposed. With updates inside backward, a bucket's gather is launched
-before the reduction of the next but one. Computing takes six floating-point operations for each
+filled it; what has not arrived when backward ends is exposed. With updates inside backward, the gather of a
+bucket is launched before the reduction of the next but one. Computing takes six floating-point operations for each
 parameter and token, two of them in forward. Neither the update nor memory accesses are counted, and all links are
 equally fast. `Network.error` is the relative error of the modelled time of collectives; it gives a step's least and
 most.

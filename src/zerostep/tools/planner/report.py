@@ -45,7 +45,9 @@ def forecast(comparison: Comparison, compute: Compute, network: Network) -> Fore
 def _time(row: Row, comparison: Comparison, compute: Compute, network: Network, count: int) -> StepTime:
     request, settings = comparison.request, comparison.request.settings
     shards = request.shards if request.shards != request.ranks else count
-    return step_time(row.strategy, comparison.traffic, compute, network, count, shards, settings.gather, settings.update)
+    return step_time(
+        row.strategy, comparison.traffic, compute, network, count, shards, settings.gather, settings.update
+    )
 
 
 # ---------------------------------------------------------------------- text
