@@ -94,7 +94,7 @@ class StepCounter:
         self._in_backward = True
 
     def _start(self) -> None:
-        # A step of DDP's hooks runs on a thread that is older than the profile. Otherwise this thread and autograd's do,
+        # A step of DDP's hooks runs on a thread that is older than the profile. Otherwise this one and autograd's do,
         # messages on others that outlive the profile must not be in it, and a profile of all threads would not contain
         # the ranges that are made only where a profiler runs.
         everywhere = self._in_backward is not None and not self._sharded
