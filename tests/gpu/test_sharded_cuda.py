@@ -186,7 +186,7 @@ def test_clipping_by_the_optimizer_and_by_torch(pool: Pool, world: int, norm_typ
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def _gradient_memory(group: ProcessGroup, update: str) -> tuple[int, int, int]:
+def _gradient_memory(group: ProcessGroup, update: Any) -> tuple[int, int, int]:
     """Bytes of parameters, of one bucket, and of what a backward pass leaves behind."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24))).to(DEVICE)
