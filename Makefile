@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests benchmarks examples docs
 
-.PHONY: help demo test test-kills fuzz lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-checkpoint bench-scale bench-communication bench-gpu docs clean
+.PHONY: help demo test test-kills fuzz lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-scale bench-communication bench-gpu docs clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
@@ -15,7 +15,7 @@ help:
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench-quick   the main entries on two models and two ranks, in two minutes"
 	@echo "make bench   all cases and peers, checkpoints and scale, in fifteen minutes"
-	@echo "make bench-drop-in, -overlap, -sharded, -checkpoint, -scale, -communication, -gpu   each alone, at length"
+	@echo "make bench-drop-in, -overlap, -sharded, -backward, -checkpoint, -scale, -communication, -gpu   each alone, at length"
 	@echo "make docs    the documentation as a site, in build/docs; warnings are errors"
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -59,6 +59,7 @@ $(VENV)/peers: $(VENV)/installed
 SHARDED := $(BIN)/python -m benchmarks.sharded --network auto
 RUN := benchmarks/results/$(shell date +%F)-bench
 MAIN := torch-view,forward
+BACKWARD := ddp-tuned,fsdp2,interleaved,forward,backward,backward-step
 PEERS := ddp-tuned,torch-view,fsdp2,deepspeed-1,deepspeed-2,fairscale,drop-in,forward,step,forward-fused
 
 bench-quick: $(VENV)/installed
@@ -80,6 +81,9 @@ bench-overlap: $(VENV)/installed
 
 bench-sharded: $(VENV)/peers
 	$(BIN)/python -m benchmarks.sharded --network shaped --ranks 2,4
+
+bench-backward: $(VENV)/installed
+	$(SHARDED) --case gpt,tiny --ranks 2,4 --peers $(BACKWARD) --json $(RUN)-backward.json --plot $(RUN)-backward.png
 
 bench-checkpoint: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checkpoint

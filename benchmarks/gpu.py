@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from benchmarks.machine import hardware, versions
 from benchmarks.network import loopback
 from benchmarks.peers.entries import PLAIN, entries_of
 from benchmarks.peers.trainer import Trainer
-from benchmarks.scale import SHAPES, Setting, plan
+from benchmarks.scale import SHAPES, Setting, Update, plan
 from benchmarks.silence import alone_among
 from benchmarks.timing import markdown, rotate, steady
 from benchmarks.workloads import workload_named
@@ -44,7 +44,7 @@ UPDATES = (
     update.Entry("GPT", True, 100),
     update.Entry("GPT", True, 100, nccl=True),
 )
-SHARED = ("ddp", "drop-in", "hook", "interleaved", "step", "forward", "forward-ddp", "forward-ddp-all")
+SHARED = ("ddp", "drop-in", "hook", "interleaved", "step", "forward", "forward-ddp", "forward-ddp-all", "backward")
 NCCL = (*SHARED, "ddp-tuned", "torch", "torch-view", "torch-hook", "torch-interleaved", "fsdp2", "forward-fused")
 STEPS, JOB_SECONDS = 4, 120
 GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
@@ -69,9 +69,9 @@ def updates(elements: int, rounds: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- one rank of many
 
 
-def one_of(ranks: int, rounds: int) -> dict[str, Any]:
+def one_of(ranks: int, update_in: Update, rounds: int) -> dict[str, Any]:
     """Memory and time of the middle rank, on the larger GPT, with the other ranks silent."""
-    setting = Setting("large", ranks, ranks // 2, True, "cuda")
+    setting = Setting("large", ranks, ranks // 2, True, "cuda", update_in)
     shape = SHAPES[setting.model]
     torch.manual_seed(0)
     model = GPT(shape).cuda()
@@ -83,7 +83,7 @@ def one_of(ranks: int, rounds: int) -> dict[str, Any]:
     with alone_among(ranks, setting.rank, collectives=True):
         planned, before = plan(setting, model), torch.cuda.memory_allocated()
         start = time.perf_counter()
-        optimizer = ShardedOptimizer(model, AdamW, lr=1e-3)
+        optimizer = ShardedOptimizer(model, AdamW, lr=1e-3, update=update_in)
         torch.cuda.synchronize()
         construct = time.perf_counter() - start
         train = partial(_train, model, optimizer, data)
@@ -91,10 +91,14 @@ def one_of(ranks: int, rounds: int) -> dict[str, Any]:
         optimizer.zero_grad()
         _clean_up()
         held = torch.cuda.memory_allocated() - before  # flat parameters stand where the user's own stood
+        left = _left_by_backward(model, optimizer, data)
         host, whole = _host_and_whole(train, rounds)
         step = _host_and_whole_of_step(model, optimizer, data, rounds)
     return {
         "ranks": ranks,
+        "update": update_in,
+        "gradient bytes after backward": left,
+        "planned gradient bytes": planned.gradients + planned.scratch_at_end,
         "buckets": optimizer.stats().buckets,
         "construct seconds": construct,
         "grown bytes": held,
@@ -111,6 +115,17 @@ def one_of(ranks: int, rounds: int) -> dict[str, Any]:
 def _pass(model: nn.Module, data: Tensor) -> None:
     model.zero_grad()
     model(data).backward()
+
+
+def _left_by_backward(model: nn.Module, optimizer: ShardedOptimizer, data: Tensor) -> int:
+    """Bytes that a backward pass leaves on the device: gradients, and buckets that are in flight."""
+    before = torch.cuda.memory_allocated()
+    _pass(model, data)
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated() - before
+    optimizer.step()
+    optimizer.zero_grad()
+    return left
 
 
 def _train(model: nn.Module, optimizer: Any, data: Tensor) -> None:
@@ -222,16 +237,17 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def _render_scale(rows: Rows) -> str:
-    header = ["ranks", "buckets", "construct s", "grown MiB", "/ plan", "host ms", "host ms of step()", "step() ms"]
-    header += ["all ms", "compute host ms", "compute ms"]
+    header = ["ranks", "update", "buckets", "construct s", "grown MiB", "/ plan", "after backward MiB", "plan MiB"]
+    header += ["host ms", "host ms of step()", "step() ms", "all ms", "compute host ms", "compute ms"]
     return markdown(header, [_scale_cells(row) for row in rows])
 
 
 def _scale_cells(row: Mapping[str, Any]) -> list[str]:
     times = ("host seconds", "step host seconds", "step seconds", "seconds", "compute host seconds", "compute seconds")
     memory = [f"{row['grown bytes'] / 2**20:.2f}", f"{row['grown bytes'] / max(1, row['planned bytes']):.3f}"]
-    counts = [str(row["ranks"]), str(row["buckets"]), f"{row['construct seconds']:.2f}"]
-    return [*counts, *memory, *(f"{1e3 * row[key]:.2f}" for key in times)]
+    gradients = [f"{row[key] / 2**20:.2f}" for key in ("gradient bytes after backward", "planned gradient bytes")]
+    counts = [str(row["ranks"]), row["update"], str(row["buckets"]), f"{row['construct seconds']:.2f}"]
+    return [*counts, *memory, *gradients, *(f"{1e3 * row[key]:.2f}" for key in times)]
 
 
 def _render_rows(rows: Rows) -> str:
@@ -273,7 +289,9 @@ def main() -> None:
     result = {
         **environment,
         "update": _part(lambda: updates(chosen.elements, chosen.rounds)),
-        "one of many": _part(lambda: [one_of(ranks, chosen.rounds) for ranks in RANKS]),
+        "one of many": _part(
+            lambda: [one_of(ranks, each, chosen.rounds) for ranks in RANKS for each in get_args(Update)]
+        ),
         "one device": _part(on_one_device),
         "nccl": _part(lambda: over_nccl(chosen.rounds)),
     }

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from benchmarks.machine import hardware, versions
 from benchmarks.silence import alone_among
 from benchmarks.timing import markdown
 from zerostep import ShardedOptimizer
+from zerostep.plan.layout_planner import Settings
 from zerostep.tools.demo import GPT, GPTShape
 from zerostep.tools.planner.comparison import Request, bytes_of_ranks
 from zerostep.tools.planner.forecast import Strategy
@@ -41,6 +42,7 @@ SHAPES = {
     "large": GPTShape(context=64, width=768, heads=12, layers=12, vocabulary=25_000),
 }
 WARMUP = 1
+Update = Literal["step", "backward"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Setting:
     rank: int
     collectives: bool
     device: str
+    update: Update = "step"
 
     @property
     def way(self) -> str:
@@ -65,7 +68,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     alone = _seconds_of(lambda: _pass(model, data), rounds, setting.device)
     with alone_among(setting.ranks, setting.rank, setting.collectives) as transport:
         start = time.perf_counter()
-        optimizer = ShardedOptimizer(model, AdamW, lr=1e-3)
+        optimizer = ShardedOptimizer(model, AdamW, lr=1e-3, update=setting.update)
         construct = time.perf_counter() - start
         step = _seconds_of(lambda: _train(model, optimizer, data), rounds, setting.device)
         before = transport.messages
@@ -93,7 +96,8 @@ def plan(setting: Setting, model: nn.Module) -> Memory:
     named = tuple((name, nn.Parameter(param.detach().to("meta"))) for name, param in model.named_parameters())
     source = Source(setting.model, named, tuple(buffer.to("meta") for buffer in model.buffers()))
     recipe, ranks = Recipe(Rule(AdamW, {"lr": 1e-3})), setting.ranks
-    found = bytes_of_ranks(Request(source, recipe, ranks, ranks, device=setting.device))
+    settings = Settings(update=setting.update)
+    found = bytes_of_ranks(Request(source, recipe, ranks, ranks, settings, setting.device))
     return found[Strategy.SHARDED].memory(setting.rank)
 
 

@@ -6,14 +6,26 @@ from fractions import Fraction
 from typing import Any
 
 from benchmarks.bars import Bar, judge
-from benchmarks.peers.entries import ENTRIES, FORWARD, FUSED, PLAIN, SIZES, STEP, TUNED, UNDER_DDP, Entry
+from benchmarks.peers.entries import (
+    BACKWARD,
+    BACKWARD_STEP,
+    ENTRIES,
+    FORWARD,
+    FUSED,
+    PLAIN,
+    SIZES,
+    STEP,
+    TUNED,
+    UNDER_DDP,
+    Entry,
+)
 from benchmarks.timing import Timing
 
 NAMES = {entry.key: entry.name for entry in (*ENTRIES, *SIZES)}
 JUDGED_RATE = "1gbit"
 ROUNDS_TO_JUDGE = 5
 SLACK = 1.02
-SHARDED = (FORWARD, STEP, UNDER_DDP, FUSED)
+SHARDED = (FORWARD, STEP, UNDER_DDP, FUSED, BACKWARD, BACKWARD_STEP)
 
 
 @dataclass(frozen=True)

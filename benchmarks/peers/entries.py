@@ -54,6 +54,13 @@ UNDER_DDP_ALL = Entry(
     Sharded("forward", under_ddp=True, reduction="all").build,
 )
 
+BACKWARD = Entry(
+    "backward", "zerostep, update=backward, gather=forward", "ours", Sharded("forward", update="backward").build
+)
+BACKWARD_STEP = Entry(
+    "backward-step", "zerostep, update=backward, gather=step", "ours", Sharded("step", update="backward").build
+)
+
 ENTRIES = (
     COMPUTE,
     WIRE,
@@ -81,6 +88,8 @@ ENTRIES = (
     UNDER_DDP,
     UNDER_DDP_ALL,
     FUSED,
+    BACKWARD,
+    BACKWARD_STEP,
 )
 # How the default bucket size was chosen; measured only when named.
 SIZES = tuple(

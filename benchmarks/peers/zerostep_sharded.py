@@ -23,20 +23,26 @@ class _Sharded(Loop):
 
 @dataclass(frozen=True)
 class Sharded:
-    """How to build it: when the parameters are waited for, under DDP or not, with which kernels, buckets and sums."""
+    """How to build it: when parameters are waited for and updated, under DDP or not, with which kernels and sums."""
 
     gather: Literal["step", "forward"]
     under_ddp: bool = False
     fused: bool = False
     bucket_mb: float | None = None
     reduction: Literal["scatter", "all"] = "scatter"
+    update: Literal["step", "backward"] = "step"
 
     def build(self, factory: Factory, optimizer_class: type[Optimizer], options: Options) -> Trainer:
         """Build it, otherwise with its defaults."""
         model = factory()
         wrapped: nn.Module = DDP(model) if self.under_ddp else model
         chosen = {**options, "fused": True} if self.fused else options
-        ours = {"gather": self.gather, "bucket_mb": self.bucket_mb, "reduction": self.reduction}
+        ours = {
+            "gather": self.gather,
+            "bucket_mb": self.bucket_mb,
+            "reduction": self.reduction,
+            "update": self.update,
+        }
         return _Sharded(model, wrapped, _class()(wrapped, optimizer_class, **ours, **chosen))
 
 

@@ -1,4 +1,4 @@
-"""Draw the order of one step, for both values of `gather`: `python docs/pictures/draw_step.py`.
+"""Draw the order of one step, for the values of `gather` and `update`: `python docs/pictures/draw_step.py`.
 
 A drawing of the rules, not a measurement: durations are invented, and follow the sizes of the buckets.
 """
@@ -14,6 +14,8 @@ SIZES = (1.0, 1.0, 1.0, 0.5, 0.25)  # in backward's order; the last ones are sma
 COLOURS = {"backward": "#88ccee", "forward": "#bbddaa", "update": "#117733", "reduce": "#332288", "gather": "#aa4499"}
 LIGHT = ("backward", "forward")
 BACKWARD, REDUCE, UPDATE, GATHER, FORWARD = 4.0, 3.0, 0.8, 3.0, 2.6
+IN_FLIGHT = 2  # reductions, at most; launching another one first waits for the oldest
+ROWS = (("step", "step"), ("forward", "step"), ("forward", "backward"))  # gather, update
 
 
 @dataclass
@@ -42,8 +44,36 @@ class Timeline:
         return self.wire
 
 
-def play(gather: str) -> tuple[Timeline, float, float]:
+def play(gather: str, update: str) -> tuple[Timeline, float, float]:
     """One step, and the forward pass behind it; also when `step()` begins and returns."""
+    return play_in_backward() if update == "backward" else play_in_step(gather)
+
+
+def play_in_backward() -> tuple[Timeline, float, float]:
+    """Updates inside backward, with `gather="forward"`; `step()` has nothing left to do."""
+    line, summed, there = Timeline(), dict[int, float](), dict[int, float]()
+
+    def finish_oldest() -> None:
+        bucket, ready = next(iter(summed.items()))
+        del summed[bucket]
+        line.compute("update ", str(bucket), UPDATE * SIZES[bucket], ready)
+        there[bucket] = line.send("gather ", str(bucket), GATHER * SIZES[bucket])
+
+    for bucket, size in enumerate(SIZES):
+        line.compute("backward ", str(bucket), BACKWARD * size)
+        if len(summed) == IN_FLIGHT:
+            finish_oldest()
+        summed[bucket] = line.send("reduce ", str(bucket), REDUCE * size)
+    while summed:
+        finish_oldest()
+    end = line.host
+    for bucket in reversed(range(len(SIZES))):
+        line.compute("forward ", str(bucket), FORWARD * SIZES[bucket], there[bucket])
+    return line, end, end
+
+
+def play_in_step(gather: str) -> tuple[Timeline, float, float]:
+    """Updates in `step()`."""
     line, summed, there = Timeline(), dict[int, float](), dict[int, float]()
     for bucket, size in enumerate(SIZES):
         line.compute("backward ", str(bucket), BACKWARD * size)
@@ -65,9 +95,9 @@ def play(gather: str) -> tuple[Timeline, float, float]:
     return line, begin, end
 
 
-def strip(axes: Any, gather: str) -> None:
+def strip(axes: Any, gather: str, update: str) -> None:
     """One timeline."""
-    line, begin, end = play(gather)
+    line, begin, end = play(gather, update)
     for row, name, start, length in line.work:
         kind, _, bucket = name.partition(" ")
         level = 0.0 if row == "wire" else 1.0
@@ -79,11 +109,14 @@ def strip(axes: Any, gather: str) -> None:
         axes.barh(
             1.0, stop - start, left=start, height=0.62, color="white", edgecolor="#cc3311", hatch="////", linewidth=0.8
         )
-    axes.annotate(
-        "", (begin, 1.5), (end, 1.5), arrowprops={"arrowstyle": "|-|,widthA=0.25,widthB=0.25", "linewidth": 1}
-    )
+    if end > begin:
+        arrow = {"arrowstyle": "|-|,widthA=0.25,widthB=0.25", "linewidth": 1}
+        axes.annotate("", (begin, 1.5), (end, 1.5), arrowprops=arrow)
+    else:
+        axes.vlines(begin, 1.4, 1.6, color="black", linewidth=1)
     axes.text((begin + end) / 2, 1.62, "step()", ha="center", fontsize=8)
-    axes.set_title(f'gather="{gather}"', loc="left", fontsize=10, family="monospace")
+    further = "" if update == "step" else f', update="{update}"'
+    axes.set_title(f'gather="{gather}"{further}', loc="left", fontsize=10, family="monospace")
     axes.set_ylim(-0.45, 1.95)
     axes.set_yticks([1.0, 0.0], ["host", "network"])
     axes.set_xticks([])
@@ -92,13 +125,13 @@ def strip(axes: Any, gather: str) -> None:
 
 
 def draw(path: Path) -> None:
-    """Both timelines, on one axis of time."""
+    """All timelines, on one axis of time."""
     pyplot.switch_backend("agg")
     with pyplot.rc_context({"svg.hashsalt": "zerostep", "font.family": "DejaVu Sans", "hatch.linewidth": 0.6}):
-        figure, both = pyplot.subplots(2, 1, figsize=(10, 4.2), sharex=True, layout="constrained")
-        for axes, gather in zip(both, ("step", "forward"), strict=True):
-            strip(axes, gather)
-        both[1].set_xlabel("time, not to scale of any machine; numbers are those of buckets, in the order of backward")
+        figure, rows = pyplot.subplots(len(ROWS), 1, figsize=(10, 6.0), sharex=True, layout="constrained")
+        for axes, (gather, update) in zip(rows, ROWS, strict=True):
+            strip(axes, gather, update)
+        rows[-1].set_xlabel("time, not to scale of any machine; numbers are those of buckets, in the order of backward")
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         handles.append(Patch(facecolor="white", edgecolor="#cc3311", hatch="////", label="the host waits"))
         figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=9)

@@ -66,6 +66,11 @@ def test_a_step_inside_backward_prints_the_loss_of_plain_training() -> None:
     assert 0.4 < inside[-1] / before[1] < 0.6
 
 
+def test_an_update_inside_backward_prints_the_loss_of_plain_training() -> None:
+    loss, _, held = numbers(run("update_in_backward"))
+    assert (loss, held) == (before_sharding()[0], 0)
+
+
 def test_accumulation_sends_less_for_the_same_numbers() -> None:
     loss, norm, sent, same_loss, same_norm, more = numbers(run("accumulation"))
     assert (same_loss, same_norm) == pytest.approx((loss, norm), abs=5e-4)

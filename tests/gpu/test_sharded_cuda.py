@@ -186,11 +186,11 @@ def test_clipping_by_the_optimizer_and_by_torch(pool: Pool, world: int, norm_typ
 # --------------------------------------------------------------------------------------------------------- memory
 
 
-def _gradient_memory(group: ProcessGroup) -> tuple[int, int, int]:
+def _gradient_memory(group: ProcessGroup, update: Any) -> tuple[int, int, int]:
     """Bytes of parameters, of one bucket, and of what a backward pass leaves behind."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24))).to(DEVICE)
-    optimizer = ShardedOptimizer(model, AdamW, process_group=group, bucket_mb=1)
+    optimizer = ShardedOptimizer(model, AdamW, process_group=group, bucket_mb=1, update=update)
     inputs = torch.randn(4, 512, device=DEVICE)
     for _ in range(3):  # libraries take their workspaces in the first passes
         optimizer.zero_grad()
@@ -206,9 +206,15 @@ def _gradient_memory(group: ProcessGroup) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_take_their_share_of_device_memory_and_a_few_buckets(pool: Pool, world: int) -> None:
-    for whole, bucket, left in pool.run(_gradient_memory, world, deadline=DEADLINE):
+    for whole, bucket, left in pool.run(_gradient_memory, world, "step", deadline=DEADLINE):
         assert whole // world <= left + 2 * bucket, "less than a share: what was measured?"
         assert left <= whole // world + 3 * bucket + (64 << 10), f"{left} bytes of {whole}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_update_inside_backward_leaves_no_gradients_on_the_device(pool: Pool, world: int) -> None:
+    for whole, _, left in pool.run(_gradient_memory, world, "backward", deadline=DEADLINE):
+        assert left <= 64 << 10, f"{left} bytes of {whole}"
 
 
 # ------------------------------------------------------------------------------------------------ several devices

@@ -218,6 +218,19 @@ def _dropped_between_a_full_pass_and_another(model: nn.Module, optimizer: Any, d
         optimizer.step()
 
 
+def _replaced_after_no_sync(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    """On one rank, a gradient of its own is replaced together with the sum it would have added to."""
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        _backward(model, first, *_mine([1], [0, 1]))
+        with no_sync(model, optimizer):
+            _backward(model, second, *_mine([0, 1], [1]))
+        for param in _bare(model).heads[0].parameters():
+            param.grad = torch.full_like(param, 0.25)
+        _backward(model, first, 0, 1)
+        optimizer.step()
+
+
 def _in_reentrant_segments(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
     """All gradients of the bare model arrive in backward calls inside another one, and some parameters get none."""
     for batch in data:
@@ -251,6 +264,7 @@ EVERYWHERE: list[Callable[..., Any]] = [
     _no_sync_on_top_of_a_sum,
     _a_full_pass_then_apart,
     _dropped_between_a_full_pass_and_another,
+    _replaced_after_no_sync,
 ]
 
 

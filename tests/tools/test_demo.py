@@ -16,8 +16,8 @@ SIZES = Sizes(4, 4, 8)
 
 
 def rank(*differences: float) -> list[RunReport]:
-    names = ["plain DDP", "drop-in", "ShardedOptimizer"]
-    found = zip(names, [0.0, *differences], strict=True)
+    names = ["plain DDP", "drop-in", "ShardedOptimizer", "in backward"]
+    found = zip(names, [0.0, *differences, 0.0], strict=True)
     return [RunReport(name, SIZES, SIZES, 1.0, 8, 0.1, 5.0, 2.0, gap) for name, gap in found]
 
 
@@ -28,9 +28,10 @@ def test_equal_runs_pass() -> None:
 
 
 def test_a_difference_at_two_ranks_is_an_error() -> None:
-    passed, (first, second) = compare_runs([rank(0.0, 0.0), rank(0.0, 1e-7)])
+    passed, (first, second, third) = compare_runs([rank(0.0, 0.0), rank(0.0, 1e-7)])
     assert not passed
     assert first.startswith("drop-in") and "NOT" not in first
+    assert third.startswith("in backward") and "NOT" not in third
     assert second.startswith("ShardedOptimizer") and "NOT bit-equal to plain DDP's, largest difference 1e-07" in second
 
 
@@ -52,10 +53,12 @@ def test_predictions_of_every_choice(name: str) -> None:
     model = GPT(GPTShape(context=16, width=32, heads=2, layers=1))
     ranks = predicted(CHOICES[name], model, 2, "cpu")
     total = sum(param.nbytes for param in model.parameters())
-    for plain, dropped_in, cut in ranks:
+    for plain, dropped_in, cut, inside in ranks:
         assert plain.parameters == dropped_in.parameters == plain.gradients == dropped_in.gradients == total
         assert dropped_in.state < plain.state
         assert cut.gradients < total
+        assert inside.gradients == inside.scratch_at_end == 0
+        assert (inside.parameters, inside.state) == (cut.parameters, cut.state)
     whole = ranks[0][0].state
     counters = 8 * len(list(model.parameters()))
     assert whole <= sum(found[1].state for found in ranks) <= whole + counters

@@ -23,19 +23,22 @@ def test_the_command() -> None:
     assert done.returncode == 0, done.stderr
     printed = done.stdout
     assert "\x1b" not in printed and "…" not in printed
-    assert printed.count("bit-equal to plain DDP's on every rank") == 2
+    assert printed.count("bit-equal to plain DDP's on every rank") == 3
     assert "plain DDP: step 7 of 7, loss" in printed
+    runs = r" ?(plain DDP|drop-in|Sharded\w+|in backward)"
     memory, costs = (
         [list(map(float, re.findall(r"\d+\.\d+", line))) for line in printed.splitlines() if re.match(pattern, line)]
-        for pattern in (r" ?(plain DDP|drop-in|Sharded\w+) .* / ", r" ?(plain DDP|drop-in|Sharded\w+) [\d. ]+$")
+        for pattern in (rf"{runs} .* / ", rf"{runs} [\d. ]+$")
     )
-    plain, dropped_in, sharded = memory
+    plain, dropped_in, sharded, inside = memory
     for row in memory:
         assert row[0::2] == row[1::2], "predicted and measured differ"
-    assert dropped_in[5] == sharded[5] == pytest.approx(plain[5] / 2, abs=0.01)
+    assert dropped_in[5] == sharded[5] == inside[5] == pytest.approx(plain[5] / 2, abs=0.01)
     assert sharded[3] < 0.7 * plain[3]
-    (_, sent, *_), (_, half_more, *_), (_, as_much, *_) = costs
+    assert inside[3] == 0
+    (_, sent, *_), (_, half_more, *_), (_, as_much, *_), (_, as_much_again, *_) = costs
     assert as_much == pytest.approx(sent, rel=0.01)
+    assert as_much_again == pytest.approx(sent, rel=0.01)
     assert half_more == pytest.approx(1.5 * sent, rel=0.01)
     assert len({tuple(row[-2:]) for row in costs}) == 1, "the losses differ"
 
@@ -53,4 +56,5 @@ def test_whole_matrices_and_progress() -> None:
             # that of the parameters.
             assert run.measured.total == pytest.approx(run.predicted.total, rel=0.02)
             assert run.exposed_ms is not None and 0 <= run.exposed_ms < run.step_ms
-    assert [(each.run, each.steps) for each in told] == [("plain DDP", 2), ("drop-in", 2), ("ShardedOptimizer", 2)]
+    names = ["plain DDP", "drop-in", "ShardedOptimizer", "in backward"]
+    assert [(each.run, each.steps) for each in told] == [(name, 2) for name in names]

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -65,6 +66,19 @@ def test_json_has_bytes_and_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert set(found["forecast"]["seconds"]) == {"2", "8", "64", "512", "4096"}
 
 
+def test_updates_inside_backward(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = dict[str, Any]()
+    for update in ("step", "backward"):
+        assert _run(monkeypatch, *SMALL, "--json", "--update", update) == 0
+        found[update] = json.loads(capsys.readouterr().out)
+        assert found[update]["settings"]["update"] == update
+    first, second = (each["strategies"]["ShardedOptimizer"] for each in found.values())
+    assert second["largest"]["gradients"] == 0 and second["wire_bytes"] == first["wire_bytes"]
+    assert second["largest"]["total"] < first["largest"]["total"]
+    assert _run(monkeypatch, *SMALL, "--update", "backward") == 0
+    assert "AdamW, updated inside backward" in capsys.readouterr().out
+
+
 def test_a_mesh_is_forecast_in_whole_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(monkeypatch, "--model", "gpt2", "--mesh", "3x16", *FORECAST, "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -104,6 +118,8 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (("--model", "gpt2", "--dtype", "int8"), "--dtype int8 is no floating-point dtype"),
         (("--model", "gpt2", "--master-dtype", "wide"), "--master-dtype wide is no floating-point dtype"),
         (("--model", "gpt2", "--partition", "rows"), "rows"),
+        (("--model", "gpt2", "--update", "forward"), "forward"),
+        (("--model", "gpt2", "--update", "backward", "--no-shard-gradients"), "takes a module without DDP"),
         (("--model", "gpt2", "--bucket-mb", "-1"), "bucket_mb must be a positive number"),
         (("--model", "gpt2", "--bandwidth", "5"), "add --flops"),
         (("--model", "gpt2", "--flops", "5"), "add --bandwidth"),

@@ -13,6 +13,8 @@ from zerostep.tools.planner.forecast import (
     behind_backward,
     reduce_scatter_seconds,
     step_time,
+    update_in_backward,
+    wait_in_forward,
     wire_bytes,
 )
 
@@ -58,6 +60,20 @@ def test_forward_waits_for_what_has_not_come() -> None:
     assert before_compute([1, 1], 2.0, lambda size: 3.0) == 5.0
 
 
+def test_forward_does_not_wait_for_what_is_there() -> None:
+    assert wait_in_forward([1, 1], [-1.0, 0.0], 2.0) == 0.0
+    assert wait_in_forward([1, 1], [-1.0, 3.0], 2.0) == 2.0  # the second half begins at 3 instead of 1
+
+
+def test_a_gather_goes_before_the_reduction_of_the_next_bucket_but_one() -> None:
+    sizes = Traffic(reduced=(1,) * 4, gathered=(1,) * 4, ddp=(), units=(), elements=0)
+    reduced, gathered = update_in_backward(sizes, 40.0, lambda size: 2.0, lambda size: 1.0)
+    assert reduced == [12.0, 22.0, 33.0, 43.0]  # buckets are full at 10, 20, 30 and 40
+    assert gathered == [31.0, 41.0, 44.0, 45.0]
+    reduced, gathered = update_in_backward(sizes, 0.0, lambda size: 2.0, lambda size: 1.0)
+    assert (reduced, gathered) == ([2.0, 4.0, 7.0, 10.0], [5.0, 8.0, 11.0, 12.0])
+
+
 def test_computing_takes_six_operations_for_each_parameter_and_token() -> None:
     for strategy in Strategy:
         found = step_time(strategy, TRAFFIC, SLOW, NET, 1, 1)
@@ -74,6 +90,20 @@ def test_what_is_hidden_and_what_is_not() -> None:
     assert exposed[Strategy.WHOLE] > exposed[Strategy.DDP]
     fast = {s: step_time(s, TRAFFIC, FAST, NET, 4, 4) for s in Strategy}
     assert all(time.total > time.compute for time in fast.values())
+
+
+def test_updates_inside_backward_hide_all_but_the_last_gathers() -> None:
+    one = reduce_scatter_seconds(4 * MB, 4, NET)
+    inside = step_time(Strategy.SHARDED, TRAFFIC, SLOW, NET, 4, 4, "step", "backward")
+    assert inside.exposed == pytest.approx(4 * one)  # of the last two gathers and the last reduction, and gather 1
+    ahead = step_time(Strategy.SHARDED, TRAFFIC, SLOW, NET, 4, 4, "forward", "backward")
+    assert ahead.exposed == pytest.approx(4 * one)  # the first layers are gathered last
+    fast = [step_time(Strategy.SHARDED, TRAFFIC, FAST, NET, 4, 4, gather, "backward") for gather in ("step", "forward")]
+    assert all(time.exposed == pytest.approx(8 * one) for time in fast)  # nothing to hide behind
+    for strategy in set(Strategy) - {Strategy.SHARDED}:
+        assert step_time(strategy, TRAFFIC, SLOW, NET, 4, 4, update="backward") == step_time(
+            strategy, TRAFFIC, SLOW, NET, 4, 4
+        )
 
 
 def test_a_mesh_makes_short_rings() -> None:

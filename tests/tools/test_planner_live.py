@@ -89,6 +89,8 @@ CASES = {
     "bf16": Case(Rule(AdamW), dtype=torch.bfloat16, settings={"master_dtype": torch.float32}),
     "sums in fp32": Case(Rule(AdamW), dtype=torch.bfloat16, settings={"reduce_dtype": torch.float32}),
     "by parameters": Case(Rule(AdamW), settings={"partition": "parameters"}),
+    "in backward": Case(Rule(AdamW), settings={"update": "backward"}),
+    "Muon in backward": Case(Rule(AdamW), Rule(Muon, {"lr": 0.02}), settings={"update": "backward"}),
 }
 
 
@@ -143,8 +145,10 @@ class Watch:
     """Notes the most memory that gradients take, in the moments in which there is most of it."""
 
     def __init__(self, optimizer: ShardedOptimizer, bare: bool) -> None:
-        reduction: Any = optimizer._training.engine.reduction
-        self.reduction = reduction
+        engine = optimizer._training.engine
+        reduction: Any = engine.reduction
+        self.reduction, self.sums = reduction, engine.sums
+        self._updates_in_backward = optimizer._settings.update == "backward"
         self.most, self._bare, self._finishing = 0, bare, list[Tensor]()
         buffers = reduction._buffers
         self._finish, self._sum, self._scale_into = (
@@ -158,24 +162,31 @@ class Watch:
     def now(self) -> list[Tensor]:
         """What holds gradients, but for DDP."""
         reduction, found = self.reduction, list[Tensor]()
-        for _, _, pending, memory in reduction._in_flight:
-            found += [memory, *getattr(pending, "buffers", {}).values()]
-        for exchange in reduction._plan.exchanges:
-            pools = (getattr(exchange, name, None) for name in ("_bucket_scratch", "_receive_scratch"))
-            found += [memory for pool in pools if pool is not None for memory in pool._free]
+        for each in reduction._in_flight:
+            found += [each.memory, *getattr(each.pending, "buffers", {}).values()]
         buffers = reduction._buffers
         small = buffers._small.values() if self._bare else ()  # in DDP they lie in its buckets
-        return [*found, *reduction.sums.values(), *buffers._buffers.values(), *small]
+        return [*found, *self.sums.parts.values(), *buffers._buffers.values(), *small]
+
+    def spare(self) -> list[Tensor]:
+        """What the pools hold for the next buckets."""
+        names = ("_bucket_scratch", "_receive_scratch")
+        pools = (getattr(exchange, name, None) for exchange in self.reduction._plan.exchanges for name in names)
+        return [memory for pool in pools if pool is not None for memory in pool._free]
+
+    def at_the_end(self) -> list[Tensor]:
+        """What is left after backward; pools that an update inside backward has used are kept for the next pass."""
+        return self.now() if self._updates_in_backward else [*self.now(), *self.spare()]
 
     def _note(self, *further: Tensor) -> None:
-        self.most = max(self.most, _memory([*self.now(), *further]))
+        self.most = max(self.most, _memory([*self.now(), *self.spare(), *further]))
 
     def _on_scale_into(self, view: Tensor, grad: Tensor) -> None:
         self._scale_into(view, grad)
         self._note(*([grad] if self._bare else []))
 
     def _on_finish(self) -> None:
-        _, _, pending, memory = self.reduction._in_flight[0]
+        _, pending, memory = self.reduction._in_flight[0]
         self._finishing = [memory, *getattr(pending, "buffers", {}).values()]
         self._finish()
         self._finishing = []
@@ -189,7 +200,7 @@ def _gradient_bytes(module: nn.Module, model: nn.Module, watch: Watch | None) ->
     """All memory of gradients when backward has ended."""
     own = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, ShardedGradient)]
     in_ddp = _ddp_bucket_bytes(module) if isinstance(module, DDP) else 0
-    return _memory(own) + in_ddp + (_memory(watch.now()) if watch is not None else 0)
+    return _memory(own) + in_ddp + (_memory(watch.at_the_end()) if watch is not None else 0)
 
 
 def _ddp_bucket_bytes(module: DDP) -> int:
@@ -231,7 +242,8 @@ def _sent(optimizer: Optimizer) -> int:
 def _request(name: str, world: int, shards: int | None = None) -> Request:
     case = CASES[name]
     settings = Settings(bucket_mb=BUCKET_MB, **case.settings)
-    return Request(load(MODEL, case.dtype), case.recipe, world, shards or world, settings, "cpu", in_ddp=True)
+    in_ddp = settings.update == "step"
+    return Request(load(MODEL, case.dtype), case.recipe, world, shards or world, settings, "cpu", in_ddp=in_ddp)
 
 
 def _predicted(way: str, name: str, world: int) -> list[Memory]:
@@ -261,11 +273,11 @@ def test_live_ranks_have_what_was_predicted(pool: Pool, way: str, name: str) -> 
         _assert_as_predicted(live, expected, way == "bare")
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Muon", "bf16"])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "bf16", "in backward"])
 def test_the_bytes_on_the_wire_are_those_that_were_predicted(pool: Pool, name: str) -> None:
     sent = [live["sent"] for live in pool.run(_live, 4, "bare", name)]
     rows = {row.strategy: row for row in compare(_request(name, 4)).rows}
-    # The few words that ranks tell each other are not counted.
+    # The few words that ranks tell each other are not counted; inside backward they are a few for each bucket.
     assert sum(sent) / 4 == pytest.approx(rows[Strategy.SHARDED].wire, rel=0.01)
 
 
@@ -282,6 +294,9 @@ def test_the_bytes_on_the_wire_are_those_that_were_predicted(pool: Pool, name: s
         ("bare", "AMSGrad", 4),
         ("bare", "Muon", 4),
         ("bare", "Muon", 2),
+        ("bare", "in backward", 2),
+        ("bare", "in backward", 4),
+        ("bare", "Muon in backward", 3),
     ],
 )
 def test_masters_partitions_and_worlds_as_predicted(pool: Pool, way: str, name: str, world: int) -> None:

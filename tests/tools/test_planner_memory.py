@@ -158,6 +158,20 @@ def test_sums_in_another_dtype_travel_in_it() -> None:
     assert wide[Strategy.SHARDED].largest.gradients == 2 * narrow[Strategy.SHARDED].largest.gradients
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_update_inside_backward_keeps_no_gradients(device: str) -> None:
+    kept, dropped = (
+        {row.strategy: row for row in compare(Request(_source(), ADAMW, 4, 4, settings, device)).rows}
+        for settings in (Settings(bucket_mb=0.002), Settings(bucket_mb=0.002, update="backward"))
+    )
+    before, after = kept.pop(Strategy.SHARDED), dropped.pop(Strategy.SHARDED)
+    assert kept == dropped
+    assert (after.largest.gradients, after.largest.scratch_at_end) == (0, 0)
+    # Between the sum of the first bucket and the end of backward there is less.
+    assert after.largest.scratch < before.largest.gradients + before.largest.scratch
+    assert (after.wire, after.imbalance, after.largest.state) == (before.wire, before.imbalance, before.largest.state)
+
+
 def test_a_whole_matrix_is_not_padded_to_all_ranks() -> None:
     request = _request(RECIPES["Adafactor"], 64, settings=Settings(bucket_mb=0.0001))  # a bucket for each matrix
     rows = {row.strategy: row.largest for row in compare(request).rows}

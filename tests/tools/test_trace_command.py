@@ -110,6 +110,29 @@ def test_a_step_inside_backward(tmp_path: Path) -> None:
     assert all(min(forward, backward, update) > 0 for _, _, forward, backward, update, *_ in table)
 
 
+def test_updates_inside_backward(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "update_in_backward.py")
+    code, printed, errors = run(tmp_path, example, "--step", "10", "--out", "step.svg", "--chrome", "step.json")
+    assert (code, errors) == (0, ""), errors
+    assert "step 10: step.svg, step.json" in printed
+    rows = [list(map(float, line.split())) for line in printed.splitlines() if re.fullmatch(r" *\d[\d. ]+", line)]
+    assert [row[0] for row in rows] == [0, 1]
+    for _, step, forward, backward, update, *_ in rows:
+        assert min(forward, backward, update) > 0
+        assert forward + backward + update < step + 0.05
+    buckets = set(re.findall(r"<!-- (bucket \d+) -->", (tmp_path / "step.svg").read_text()))
+    assert len(buckets) > 3
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        ranges = [event for event in events if event["pid"] == rank * 1000 and event["ph"] == "X"]
+        begins = {event["name"]: event["ts"] for event in ranges}  # the last of each name: those of the traced step
+        for bucket in buckets:
+            phases = [f"reduce {bucket}", f"reduce {bucket} wait", f"update {bucket}", f"gather {bucket}"]
+            moments = [begins[f"zerostep/{phase}"] for phase in phases]
+            assert moments == sorted(moments)
+            assert moments[-1] < begins["Optimizer.step#ShardedOptimizer.step"]
+
+
 def test_a_script_that_ends_one_step_too_soon_inside_backward(tmp_path: Path) -> None:
     code, _, errors = run(tmp_path, str(ROOT / "examples" / "step_in_backward.py"), "--step", "31")
     assert (code, errors) == (

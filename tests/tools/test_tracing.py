@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
+from zerostep.step.labels import stepping_in_backward
 from zerostep.tools.errors import TraceError
 from zerostep.tools.tracing.chrome import merged
 from zerostep.tools.tracing.events import RankTrace, parse, read, sort_by_rank
@@ -190,6 +191,36 @@ def test_the_host_does_one_thing_at_a_time() -> None:
     }
 
 
+def test_updates_inside_backward_and_the_rest_of_the_pass() -> None:
+    found = step_of(
+        entry("zerostep/gather bucket 0 wait", 1050, 1060),  # in forward
+        op(1100, 1200),
+        backward(1300, 1500),
+        entry("zerostep/update bucket 0", 1400, 1420),
+        entry("Optimizer.step#AdamW.step", 1405, 1415),
+        entry("zerostep/gather bucket 0", 1420, 1430),
+        entry("zerostep/reduce bucket 1 wait", 1510, 1540),  # autograd's nodes have run, backward() has not returned
+        op(1520, 1540),
+        entry("zerostep/update bucket 1", 1540, 1550),
+        entry("Optimizer.step#AdamW.step", 1541, 1549),
+        entry("zerostep/gather bucket 1", 1550, 1560),
+        entry("Optimizer.step#ShardedOptimizer.step", 1700, 1800),
+        entry("zerostep/control wait", 1710, 1720),
+    )
+    assert found.host == {
+        "forward": spans((1100, 1200)),
+        "backward": spans((1300, 1400), (1420, 1540), (1550, 1560)),
+        "step": spans((1700, 1800)),
+        "update": spans((1400, 1420), (1540, 1550)),
+    }
+    assert found.updates == [Update([f"bucket {n}"], span) for n, span in enumerate(found.host["update"])]
+    assert found.exposed == {
+        "gather": spans((1050, 1060)),
+        "reduce": spans((1510, 1520)),
+        "control": spans((1710, 1720)),
+    }
+
+
 def test_two_passes_with_a_forward_between_them() -> None:
     found = step_of(backward(1100, 1200), op(1300, 1400), backward(1500, 1600))
     assert found.host["backward"] == spans((1100, 1200), (1500, 1600))
@@ -359,6 +390,21 @@ def test_a_step_inside_backward_is_counted_once(tmp_path: Path) -> None:
     counter.before(optimizer)
     counter.after(optimizer)
     counter.before_forward(ddp, ())
+    counter.end_of_script()
+    assert counter.steps == 3
+
+
+def test_updates_inside_backward_are_counted_by_the_calls_of_step(tmp_path: Path) -> None:
+    counter = StepCounter(9, tmp_path / "rank0.json")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    for expected in (1, 2, 3):
+        with stepping_in_backward():
+            inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+            counter.before(inner)
+            counter.after(inner)
+        counter.before(optimizer)
+        counter.after(optimizer)
+        assert counter.steps == expected
     counter.end_of_script()
     assert counter.steps == 3
 

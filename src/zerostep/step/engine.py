@@ -331,6 +331,7 @@ class Engine:
             self.reduction.end()
             if self._in_backward or self._whole:
                 self.reduction.finish()
+            self.reduction.release_scratch()
             self.sums.use(self._used_in_pass)
             failure = self._end_backward_update() if self._in_backward else None
             self._exchange_messages(joined, read)

@@ -121,6 +121,9 @@ class Reduction:
         """End the pass: launch all remaining buckets, with zeros for gradients that have not arrived."""
         while self._next < len(self._order):
             self._launch()
+
+    def release_scratch(self) -> None:
+        """Release memory that exchanges keep for reuse: no bucket will be launched for a while."""
         for exchange in {id(exchange): exchange for exchange in self._plan.exchanges}.values():
             exchange.release_scratch()
 

@@ -36,6 +36,7 @@ class StandIns:
         stand_in = self._stand_ins.get(index)
         if stand_in is None:
             stand_in = self._stand_ins[index] = ShardedGradient(self._buckets.params[index], index, self._ops)
+        stand_in.take_arrived()  # of a gradient that the user has replaced
         self._buckets.params[index].grad = stand_in
 
     def place_whole(self, index: int, grad: Tensor) -> None:

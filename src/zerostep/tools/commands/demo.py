@@ -118,10 +118,11 @@ def _costs(runs: Sequence[RunReport]) -> list[str]:
 def _notes(reports: Sequence[Sequence[RunReport]]) -> list[str]:
     lines = [
         "drop-in: ZeroRedundancyOptimizer in DDP. Gradients: at the end of backward, with what is under way.",
+        'In backward: ShardedOptimizer(update="backward"), which updates each bucket inside backward.',
         "Sent: by a rank in a step, counted by ShardedOptimizer, computed for the others.",
         "Exposed: the part of a step in which a rank waited for others. Losses are rank 0's.",
         "",
     ]
     if any(run.exposed_ms is None for run in reports[0]):
-        lines.insert(3, "On GPUs the host does not wait; zerostep trace shows what is exposed there.")
+        lines.insert(-1, "On GPUs the host does not wait; zerostep trace shows what is exposed there.")
     return lines

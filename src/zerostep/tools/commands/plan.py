@@ -45,6 +45,11 @@ class _Partition(StrEnum):
     PARAMETERS = "parameters"
 
 
+class _Update(StrEnum):
+    STEP = "step"
+    BACKWARD = "backward"
+
+
 class _Gather(StrEnum):
     STEP = "step"
     FORWARD = "forward"
@@ -66,6 +71,7 @@ _Views = Annotated[bool, typer.Option("--bucket-view", help="DDP has gradient_as
 _BucketMb = Annotated[float | None, typer.Option(help="The size of ShardedOptimizer's buckets in MiB.")]
 _Place = Annotated[_Device, typer.Option(help="The device of the parameters.")]
 _When = Annotated[_Gather, typer.Option(help="Where new parameters are waited for, in the forecast.")]
+_Where = Annotated[_Update, typer.Option(help="Where ShardedOptimizer updates: backward keeps no gradients.")]
 _Bandwidth = Annotated[float | None, typer.Option(help="GB/s that a rank sends: forecast the step time.")]
 _Latency = Annotated[float, typer.Option(help="Microseconds that each message costs beside its bytes.")]
 _Error = Annotated[float, typer.Option(help="Percent by which collectives may take less or more.")]
@@ -92,6 +98,7 @@ def plan(  # noqa: PLR0913
     bucket_mb: _BucketMb = None,
     device: _Place = _Device.CUDA,
     gather: _When = _Gather.STEP,
+    update: _Where = _Update.STEP,
     bandwidth: _Bandwidth = None,
     latency: _Latency = 5.0,
     error: _Error = 20.0,
@@ -109,6 +116,7 @@ def plan(  # noqa: PLR0913
     settings = Settings(
         partition=partition.value,
         gather=gather.value,
+        update=update.value,
         master_dtype=dtype_named(master_dtype, "--master-dtype"),
         reduce_dtype=dtype_named(reduce_dtype, "--reduce-dtype"),
         bucket_mb=bucket_mb,

@@ -87,12 +87,12 @@ class DdpRun:
 
 
 class ShardedRun:
-    """A bare module with `ShardedOptimizer`."""
+    """A bare module with `ShardedOptimizer`, updated in `step()` or inside backward."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.name, self.model, common = "ShardedOptimizer", model, recipe.common
-        groups = recipe.groups(model.named_parameters())
-        self._optimizer = ShardedOptimizer(model, common.build, groups, gather=GATHER, **common.options)
+    def __init__(self, model: nn.Module, recipe: Recipe, update: Literal["step", "backward"]) -> None:
+        self.name = "ShardedOptimizer" if update == "step" else "in backward"
+        self.model, common, groups = model, recipe.common, recipe.groups(model.named_parameters())
+        self._optimizer = ShardedOptimizer(model, common.build, groups, gather=GATHER, update=update, **common.options)
         self._sent_before = self._optimizer.stats().bytes_sent
         self._gradient_bytes = 0
 

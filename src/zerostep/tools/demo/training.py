@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,13 @@ def _train(demo_fields: dict[str, Any], progress_path: str) -> list[dict[str, An
     recipe, shape = CHOICES[demo.optimizer], GPTShape()
     device = torch.device(demo.device_type, dist.get_rank()) if demo.device_type == "cuda" else torch.device("cpu")
     plans = predicted(recipe, _model(shape, device), demo.ranks, device.type)[dist.get_rank()]
-    models = [_model(shape, device) for _ in range(3)]
-    runs = DdpRun(models[0], recipe, sharded=False), DdpRun(models[1], recipe, sharded=True)
-    logs = [*map(_RunLog, runs), _RunLog(ShardedRun(models[2], recipe))]
+    models = [_model(shape, device) for _ in range(4)]
+    logs = [
+        _RunLog(DdpRun(models[0], recipe, sharded=False)),
+        _RunLog(DdpRun(models[1], recipe, sharded=True)),
+        _RunLog(ShardedRun(models[2], recipe, "step")),
+        _RunLog(ShardedRun(models[3], recipe, "backward")),
+    ]
     source, random = text(), torch.Generator().manual_seed(SEED + dist.get_rank())
     for first in range(0, demo.steps, BLOCK):
         count = min(BLOCK, demo.steps - first)
@@ -149,12 +153,14 @@ def _train(demo_fields: dict[str, Any], progress_path: str) -> list[dict[str, An
 
 
 def predicted(recipe: Recipe, model: nn.Module, ranks: int, device: str) -> list[list[Memory]]:
-    """Return the planned memory of each rank: of plain DDP, the drop-in and `ShardedOptimizer`."""
+    """Return the planned memory of each rank: of plain DDP, the drop-in, and `ShardedOptimizer` in both ways."""
     source = Source("demo", tuple(model.named_parameters()), tuple(model.buffers()))
     request = Request(source, recipe, ranks, ranks, Settings(gather=GATHER), device, gradients_are_views=True)
     plans = bytes_of_ranks(request)
-    plain = plans[Strategy.DDP].memory(0)
-    return [[plain, plans[Strategy.WHOLE].memory(rank), plans[Strategy.SHARDED].memory(rank)] for rank in range(ranks)]
+    inside = bytes_of_ranks(replace(request, settings=replace(request.settings, update="backward")))
+    plain, whole = plans[Strategy.DDP].memory(0), plans[Strategy.WHOLE]
+    both = plans[Strategy.SHARDED], inside[Strategy.SHARDED]
+    return [[plain, whole.memory(rank), *(each.memory(rank) for each in both)] for rank in range(ranks)]
 
 
 def _model(shape: GPTShape, device: torch.device) -> GPT:

@@ -55,6 +55,8 @@ class Request:
             raise PlanError(f"--model {self.source.title} has only frozen parameters: there is nothing to train")
         if self.shards < 1 or self.ranks % self.shards:
             raise PlanError(f"{self.ranks} ranks cannot be a mesh with {self.shards} in each row: change --mesh")
+        if self.in_ddp and self.settings.update == "backward":
+            raise PlanError("--update backward takes a module without DDP: drop --no-shard-gradients")
         try:
             self.settings.check()
         except ValueError as error:

@@ -2,7 +2,8 @@
 
 A collective over `n` ranks is a ring: each message costs the latency *alpha*, and each byte the time *beta*, one over
 the bandwidth. An all-reduce may be a tree instead. Buckets are sent one after the other, each as soon as backward has
-filled it; what has not arrived when backward ends is exposed. Computing takes six floating-point operations for each
+filled it; what has not arrived when backward ends is exposed. With updates inside backward, the gather of a
+bucket is launched before the reduction of the next but one. Computing takes six floating-point operations for each
 parameter and token, two of them in forward. Neither the update nor memory accesses are counted, and all links are
 equally fast. `Network.error` is the relative error of the modelled time of collectives; it gives a step's least and
 most.
@@ -13,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from math import ceil, log2
 from typing import Literal
+
+from zerostep.step.reduction import MOST_IN_FLIGHT
 
 _OPERATIONS_FORWARD, _OPERATIONS_BACKWARD = 2, 4
 
@@ -149,12 +153,13 @@ def step_time(
     ranks: int,
     shards: int,
     gather: Literal["step", "forward"] = "step",
+    update: Literal["step", "backward"] = "step",
 ) -> StepTime:
     """Return the time of one step on `ranks` ranks, of which `shards` divide one copy."""
     forward, backward = compute.forward(traffic.elements), compute.backward(traffic.elements)
     error = network.error
     waits = (
-        _exposed(strategy, traffic, (forward, backward), network.slower(factor), (ranks, shards), gather)
+        _exposed(strategy, traffic, (forward, backward), network.slower(factor), (ranks, shards), (gather, update))
         for factor in (1, 1 - error, 1 + error)
     )
     return StepTime(forward + backward, *waits)
@@ -166,9 +171,9 @@ def _exposed(
     passes: tuple[float, float],
     network: Network,
     counts: tuple[int, int],
-    gather: str,
+    moments: tuple[str, str],
 ) -> float:
-    (forward, backward), (ranks, shards) = passes, counts
+    (forward, backward), (ranks, shards), (gather, update) = passes, counts, moments
 
     def reduce(size: float) -> float:
         inside = reduce_scatter_seconds(size, shards, network)
@@ -183,6 +188,11 @@ def _exposed(
     if strategy is Strategy.FULL:
         ahead = before_compute(traffic.units, forward, collect)
         return ahead + behind_backward(traffic.units[::-1], backward, lambda size: collect(size) + reduce(size))
+    if update == "backward" and strategy is Strategy.SHARDED:
+        reduced_at, gathered_at = update_in_backward(traffic, backward, reduce, collect)
+        end = max([backward, *(reduced_at if gather == "forward" else gathered_at)])
+        waits = wait_in_forward(traffic.gathered[::-1], [at - end for at in gathered_at[::-1]], forward)
+        return end - backward + waits
     late = behind_backward(traffic.reduced, backward, reduce)
     if gather == "forward":
         return late + before_compute(traffic.gathered[::-1], forward, collect)
@@ -200,8 +210,34 @@ def behind_backward(sizes: Sequence[int], backward: float, cost: Cost) -> float:
 
 def before_compute(sizes: Sequence[int], forward: float, cost: Cost) -> float:
     """Return how long forward waits, if each bucket must have arrived before its part is computed."""
-    total, arrived, clock = sum(sizes) or 1, 0.0, 0.0
-    for size in sizes:
-        arrived += cost(size)
+    return wait_in_forward(sizes, list(accumulate(map(cost, sizes))), forward)
+
+
+def wait_in_forward(sizes: Sequence[int], arrivals: Sequence[float], forward: float) -> float:
+    """Return how long forward waits for buckets, in its order, that arrive at given times after its beginning."""
+    total, clock = sum(sizes) or 1, 0.0
+    for size, arrived in zip(sizes, arrivals, strict=True):
         clock = max(clock, arrived) + forward * size / total
     return max(0.0, clock - forward)
+
+
+def update_in_backward(
+    traffic: Traffic, backward: float, reduce: Cost, collect: Cost
+) -> tuple[list[float], list[float]]:
+    """Return when each bucket is reduced and when it is gathered, counted from the beginning of backward.
+
+    As in a real pass, the launch of a bucket first waits for the last but one, and launches that one's gather.
+    """
+    total, filled, done = sum(traffic.reduced) or 1, 0.0, 0.0
+    reduced, gathered = list[float](), list[float]()
+    for size in traffic.reduced:
+        filled += backward * size / total
+        if len(reduced) >= MOST_IN_FLIGHT:
+            done = max(filled, done) + collect(traffic.gathered[len(gathered)])
+            gathered.append(done)
+        done = max(filled, done) + reduce(size)
+        reduced.append(done)
+    for size in traffic.gathered[len(gathered) :]:
+        done += collect(size)
+        gathered.append(done)
+    return reduced, gathered

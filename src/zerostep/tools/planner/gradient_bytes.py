@@ -6,7 +6,7 @@ Gradients arrive in about the reverse of the model's order. The exchange counts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +16,10 @@ from zerostep.comm.codec import dtype_named
 from zerostep.comm.exchange import NullExchange, PendingReduce
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Bucket, Layout
+from zerostep.plan.layout_planner import Settings
 from zerostep.step.grad_sums import GradSums
 from zerostep.step.labels import PhaseTimer
-from zerostep.step.reduction import Reduction
+from zerostep.step.reduction import Reduction, SumSink
 from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.tensors import Scratch
 from zerostep.tools.planner.sources import meta_parameter
@@ -26,7 +27,10 @@ from zerostep.tools.planner.sources import meta_parameter
 
 @dataclass(frozen=True)
 class GradientBytes:
-    """Bytes of gradients on one rank: at the worst moment of backward, at its end, and those that the step uses."""
+    """Bytes of gradients on one rank: at the worst moment of backward, at its end, and those that the step uses.
+
+    None are left at the end of a backward pass that has updated the parameters.
+    """
 
     peak: int
     end: int
@@ -34,17 +38,23 @@ class GradientBytes:
 
 
 def gradient_bytes(
-    layout: Layout, rank: int, arrivals: Iterable[int], reduce_dtype: torch.dtype | None, on_host: bool, in_ddp: bool
+    layout: Layout,
+    rank: int,
+    arrivals: Iterable[int],
+    settings: Settings,
+    on_host: bool,
+    in_ddp: bool,
 ) -> GradientBytes:
     """One backward pass on one rank, whose gradients arrive in the order of `arrivals`.
 
-    They are reduced in `reduce_dtype`, if not in their own. In DDP the gradients are in DDP's own memory, and none are
-    held back by the reduction.
+    In DDP the gradients are in DDP's own memory, and none are held back by the reduction.
     """
     exchange = _CountingExchange(layout.world_size, rank, on_host)
-    plan = _plan(layout, rank, reduce_dtype, exchange)
+    plan = _plan(layout, rank, settings.reduce_dtype, exchange)
     plan = replace(plan, small=0) if in_ddp else plan
-    reduction = Reduction(plan, lambda part: part, PhaseTimer(), GradSums(plan))
+    in_backward = settings.update == "backward"
+    sink: SumSink = _DroppedSums(exchange) if in_backward else GradSums(plan)
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), sink)
     reduction.begin()
     for param in arrivals:
         if layout.params[param].trainable:
@@ -52,6 +62,9 @@ def gradient_bytes(
             bucket = layout.buckets[plan.bucket_of[param]]
             exchange.expect(bucket, 0 if in_ddp else grad.nbytes, plan.held_back[param])
             reduction.arrive(param, grad)
+    if in_backward:
+        reduction.end()
+        reduction.finish()
     return exchange.totals()
 
 
@@ -140,10 +153,32 @@ class _CountingExchange(NullExchange):
                 self._receive_scratch.free(buffer)
         return pending.memory.new_empty(pending.sum_size)
 
+    def drop(self, nbytes: int) -> None:
+        """A sum was used, and is not kept."""
+        self._kept -= nbytes
+
     def _note(self, further: int = 0) -> None:
         spare = self._bucket_scratch.free_bytes + self._receive_scratch.free_bytes
         now = self._kept + self._in_flight_bytes + self._filling + self._held_back.total() + spare
         self._peak = max(self._peak, now + further)
+
+
+class _DroppedSums:
+    """Takes every sum and keeps none, as an update inside backward does."""
+
+    def __init__(self, exchange: _CountingExchange) -> None:
+        self._exchange = exchange
+
+    def launched(self, bucket: int, params: Collection[int]) -> None:
+        """Nothing to do before the sum is complete."""
+
+    def memory_for(self, bucket: int) -> Tensor | None:
+        """No memory is reused."""
+        return None
+
+    def take(self, bucket: int, part: Tensor) -> None:
+        """The sum is used at once."""
+        self._exchange.drop(part.nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ _Member = TypeVar("_Member", Slot, Fragment)
 class Memory:
     """Bytes on one rank.
 
-    `gradients` are those that the step uses. `scratch` is the peak memory of communication during backward, beside
+    `gradients` are those that `step()` uses. `scratch` is the peak memory of communication during backward, beside
     them; `scratch_at_end` is what remains of it when backward has ended. `buffers` are the model's own.
     """
 
@@ -115,9 +115,9 @@ class RankBytes:
         memory = replace(self.base, state=state, masters=masters, gradients=int(self.gradients[rank]))
         if self.layout is None or self.job is None:
             return memory
-        in_ddp, reduce_dtype = self.base.scratch > 0, self.job.planner.settings.reduce_dtype
+        in_ddp, settings = self.base.scratch > 0, self.job.planner.settings
         arrivals = map(self.layout.index_of, reversed(self.job.names))
-        backward = gradient_bytes(self.layout, rank, arrivals, reduce_dtype, self.job.on_host, in_ddp)
+        backward = gradient_bytes(self.layout, rank, arrivals, settings, self.job.on_host, in_ddp)
         return replace(
             memory,
             gradients=backward.kept,

@@ -43,9 +43,11 @@ def forecast(comparison: Comparison, compute: Compute, network: Network) -> Fore
 
 
 def _time(row: Row, comparison: Comparison, compute: Compute, network: Network, count: int) -> StepTime:
-    request = comparison.request
+    request, settings = comparison.request, comparison.request.settings
     shards = request.shards if request.shards != request.ranks else count
-    return step_time(row.strategy, comparison.traffic, compute, network, count, shards, request.settings.gather)
+    return step_time(
+        row.strategy, comparison.traffic, compute, network, count, shards, settings.gather, settings.update
+    )
 
 
 # ---------------------------------------------------------------------- text
@@ -94,6 +96,8 @@ def _settings(request: Request) -> str:
     texts = [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in named.items() if dtype is not None]
     if settings.partition != "auto":
         texts.append(f"partition by {settings.partition}")
+    if settings.update == "backward":
+        texts.append("updated inside backward")
     return "".join(f", {each}" for each in texts)
 
 

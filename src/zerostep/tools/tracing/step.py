@@ -21,6 +21,7 @@ _COLLECTIVE = re.compile(r"(?:gloo|mpi|ucc):_?(?P<name>[a-z_]+)")  # the ranges 
 _OWN_MESSAGES = ("send", "recv")  # covered by the ranges of this library, which name the bucket
 _NO_COMMUNICATION = ("update", "control")
 _MAX_PAUSE = 100.0  # microseconds; a shorter pause between two ops counts as work
+_Labelled = tuple[Label, TraceEvent]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def view_step(trace: RankTrace, step: int) -> StepView:
     return StepView(
         rank=trace.rank,
         window=window,
-        host={activity: clip(spans, window) for activity, spans in _host_activities(trace, ops, updates).items()},
+        host={activity: clip(spans, window) for activity, spans in _host_activities(trace, ours, ops).items()},
         device=clip(device, window),
         comm_spans=[
             CommSpan(comm.phase, comm.row, part, clip(comm.waits, window))
@@ -128,17 +129,19 @@ def view_step(trace: RankTrace, step: int) -> StepView:
 
 
 def _host_activities(
-    trace: RankTrace, ops: Sequence[TraceEvent], updates: Sequence[Update]
+    trace: RankTrace, ours: Sequence[_Labelled], ops: Sequence[TraceEvent]
 ) -> dict[str, list[Interval]]:
     """Divide the host's time among activities, which do not overlap; where several apply, the later key wins.
 
-    Only an update inside backward overlaps: another thread runs it beside the host.
+    Only an update of DDP's hooks inside backward overlaps: another thread runs it beside the host.
     """
     steps = union(event.span for event in trace.host_events(OPTIMIZER_STEP) if event.thread in trace.host_threads)
-    backward = subtract(_backward(ops), steps)
-    known = union([*steps, *backward])
+    inside = _inside_backward(trace, ours, steps)
+    own_updates = [event.span for label, event in inside if label.phase == "update"]
+    backward = subtract(_backward(ops, [event.span for _, event in inside]), [*steps, *own_updates])
+    known = union([*steps, *backward, *own_updates])
     rest = join(subtract((op.span for op in ops), known), _MAX_PAUSE)
-    update = union(update.span for update in updates) or steps
+    update = union(event.span for label, event in ours if label.phase == "update") or steps
     return {
         "forward": subtract(rest, known),
         "backward": backward,
@@ -147,9 +150,24 @@ def _host_activities(
     }
 
 
-def _backward(ops: Sequence[TraceEvent]) -> list[Interval]:
-    """Return each backward pass, from its first op to its last; an op outside of autograd separates two passes."""
-    nodes = union(event.span for event in ops if event.name.startswith(BACKWARD))
+def _inside_backward(trace: RankTrace, ours: Sequence[_Labelled], steps: Sequence[Interval]) -> list[_Labelled]:
+    """Return what the host did of the step inside backward: nothing, unless it updates there.
+
+    The last buckets are reduced and updated when autograd has run all its nodes, but `backward()` has not returned.
+    """
+    mine = [(label, event) for label, event in ours if event.thread in trace.host_threads]
+    outside = [(label, event) for label, event in mine if not any(step.covers(event.span) for step in steps)]
+    if not any(label.phase == "update" for label, _ in outside):
+        return []
+    return [(label, event) for label, event in outside if label.phase != "gather" or not label.waits]
+
+
+def _backward(ops: Sequence[TraceEvent], inside: Sequence[Interval]) -> list[Interval]:
+    """Return each backward pass, from its first op to its last; an op outside of autograd separates two passes.
+
+    `inside` are ranges of this library that count as autograd's.
+    """
+    nodes = union([*(event.span for event in ops if event.name.startswith(BACKWARD)), *inside])
     others = subtract((event.span for event in ops), nodes)
     passes = list[Interval]()
     for node in nodes:
@@ -167,8 +185,6 @@ def _is_op(event: TraceEvent) -> bool:
 
 
 # ---------------------------------------------------------------------- communication
-
-_Labelled = tuple[Label, TraceEvent]
 
 
 def _host_comms(trace: RankTrace, ours: Sequence[_Labelled], op_spans: Sequence[Interval]) -> list[CommSpan]:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from zerostep import ShardedOptimizer
 from zerostep.step.labels import end_of_step, in_backward
 
 _OUTSIDE = ("zerostep.tools.tracing", "zerostep.tools.demo")
@@ -34,8 +35,8 @@ class StepCounter:
     """Counts the steps of the first optimizer that the script steps, and profiles the wanted one.
 
     Optimizers inside of others do not count. The profile starts with the call of the step before, so that it contains
-    the launches of that step's messages. A step inside backward is no call of the script: it ends where the next
-    forward pass begins.
+    the launches of that step's messages. A step of DDP's hooks inside backward is no call of the script: it ends where
+    the next forward pass begins. With `ShardedOptimizer(update="backward")` the script calls `step()`, which ends it.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -43,6 +44,7 @@ class StepCounter:
         self._clock: int | None = None
         self._depth = self.steps = 0
         self._in_backward: bool | None = None
+        self._sharded = False
         self._profile: Any = None
 
     def before(self, optimizer: Any, *_: Any) -> None:
@@ -50,7 +52,7 @@ class StepCounter:
         if self._clock is None and in_backward():
             self._note_step_in_backward()
         elif self._clock is None and not _is_inner_step():
-            self._clock = id(optimizer)
+            self._clock, self._sharded = id(optimizer), isinstance(optimizer, ShardedOptimizer)
         if id(optimizer) == self._clock:
             self._depth += 1
             if self._depth == 1 and self.steps == self._wanted - 2:
@@ -92,10 +94,12 @@ class StepCounter:
         self._in_backward = True
 
     def _start(self) -> None:
-        # A step inside backward runs on a thread that is older than the profile. Otherwise this thread is enough, and
-        # messages on others that outlive the profile must not be in it.
-        everywhere = _ExperimentalConfig(profile_all_threads=self._in_backward is not None)
-        self._profile = profile(activities=_activities(), experimental_config=everywhere)
+        # A step of DDP's hooks runs on a thread that is older than the profile. Otherwise this one and autograd's do,
+        # messages on others that outlive the profile must not be in it, and a profile of all threads would not contain
+        # the ranges that are made only where a profiler runs.
+        everywhere = self._in_backward is not None and not self._sharded
+        config = _ExperimentalConfig(profile_all_threads=everywhere)
+        self._profile = profile(activities=_activities(), experimental_config=config)
         self._profile.start()
 
     def _count(self) -> None:
