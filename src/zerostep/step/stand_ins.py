@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from weakref import ref
 
@@ -22,7 +22,8 @@ class StandIns:
     def __init__(self, buckets: BucketShards, ops: ref[Any]) -> None:
         self._buckets, self._ops = buckets, ops
         self._stand_ins: dict[int, ShardedGradient] = {}
-        self._lifted: set[int] = set()
+        # Parameters inside DDP whose stand-in was taken out, with what DDP has put there since.
+        self._lifted: dict[int, Callable[[], Tensor | None]] = {}
         self._whole: dict[int, ref[Tensor]] = {}
 
     def place(self, params: Iterable[int]) -> None:
@@ -67,7 +68,9 @@ class StandIns:
     def was_dropped(self, index: int) -> bool:
         """Whether the user has removed or replaced the stand-in of a parameter."""
         grad = self._buckets.params[index].grad
-        return type(grad) is not ShardedGradient and (grad is None or index not in self._lifted)
+        if type(grad) is ShardedGradient:
+            return False
+        return grad is None or index not in self._lifted or self._lifted[index]() is not grad
 
     def zero_own_grads(self) -> None:
         """Zero all gradients of this rank that were not reduced yet."""
@@ -87,15 +90,22 @@ class StandIns:
             param = self._buckets.params[index]
             if type(param.grad) is ShardedGradient:
                 param.grad = torch.zeros_like(param) if index in needed else None
-                self._lifted.add(index)
+                self._lifted[index] = _nothing
 
     def put_back(self) -> None:
         """Put the stand-ins back that were lifted, where DDP has left no gradient of this rank."""
         for index in list(self._lifted):
-            if self._buckets.params[index].grad is None:
+            grad = self._buckets.params[index].grad
+            if grad is None:
                 self.place_one(index)
-                self._lifted.discard(index)
+                del self._lifted[index]
+            else:
+                self._lifted[index] = ref(grad)
 
     def forget_lifted(self) -> None:
         """All gradients were reduced or dropped: what stands in `.grad` now is what counts."""
         self._lifted.clear()
+
+
+def _nothing() -> Tensor | None:
+    return None
