@@ -231,6 +231,19 @@ def _replaced_after_no_sync(model: nn.Module, optimizer: Any, data: list[Batch])
         optimizer.step()
 
 
+def _dropped_between_no_sync_passes(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        _backward(model, first, *_mine([1], [0, 1]))
+        with no_sync(model, optimizer):
+            _backward(model, second, *_mine([0], [0, 1]))
+        model.zero_grad()
+        with no_sync(model, optimizer):
+            _backward(model, first, 1)
+        _backward(model, second, 0, 1)
+        optimizer.step()
+        model.zero_grad()
+
+
 def _in_reentrant_segments(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
     """All gradients of the bare model arrive in backward calls inside another one, and some parameters get none."""
     for batch in data:
@@ -265,6 +278,7 @@ EVERYWHERE: list[Callable[..., Any]] = [
     _a_full_pass_then_apart,
     _dropped_between_a_full_pass_and_another,
     _replaced_after_no_sync,
+    _dropped_between_no_sync_passes,
 ]
 
 

@@ -487,6 +487,7 @@ class Engine:
     def _drop(self, params: Sequence[int]) -> None:
         self.reduction.finish()
         self.sums.drop(params)
+        self._stand_ins.forget_lifted(params)
         self.grad_ops.drop_norms()
         if self._reference is not None and not self.sums.used:
             self._reference.drop()

@@ -102,9 +102,10 @@ class StandIns:
             else:
                 self._lifted[index] = ref(grad)
 
-    def forget_lifted(self) -> None:
-        """All gradients were reduced or dropped: what stands in `.grad` now is what counts."""
-        self._lifted.clear()
+    def forget_lifted(self, params: Iterable[int] | None = None) -> None:
+        """These gradients were reduced or dropped, or all: what stands in `.grad` now is what counts."""
+        for index in list(self._lifted) if params is None else params:
+            self._lifted.pop(index, None)
 
 
 def _nothing() -> Tensor | None:
