@@ -5,7 +5,7 @@ from zerostep.checkpoint.load import Checkpoint, latest, load
 from zerostep.checkpoint.reshard import reshard
 from zerostep.checkpoint.save import save
 from zerostep.comm.background import PendingSave
-from zerostep.errors import CheckpointError, TransportError, VerificationError
+from zerostep.errors import CheckpointError, StepMismatchError, TransportError, VerificationError
 from zerostep.integrations.dcp import dcp_state
 from zerostep.optim.overlap_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from zerostep.optim.sharded import ShardedOptimizer
@@ -19,6 +19,7 @@ __all__ = [
     "PendingSave",
     "ShardedOptimizer",
     "Stats",
+    "StepMismatchError",
     "TransportError",
     "VerificationError",
     "ZeroRedundancyOptimizer",

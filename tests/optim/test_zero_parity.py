@@ -160,3 +160,30 @@ def test_statement_19_every_optimizer_equals_plain(pool: Pool, name: str, world:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_statement_19_on_a_subgroup(pool: Pool, name: str, world: Ranks = OFFSET) -> None:
     pool.run(_train_in_lockstep, world, name)
+
+
+def _frozen_between_backward_and_step(group: ProcessGroup, as_views: bool) -> None:
+    """A parameter that was frozen after backward has a gradient, which a plain optimizer uses; then it is dropped."""
+    case, sides = OPTIMIZERS["sgd_momentum"], []
+    for ours in (False, True):
+        model: Any = build()
+        ddp, optimizer = DDP(model, process_group=group), case.optimizer(model.parameters())
+        if ours:
+            options = {"parameters_as_bucket_view": as_views, **case.options}
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), case.kind, group, **options)
+        for number, (inputs, targets) in enumerate(batches(0, dist.get_rank(group), 4)):
+            optimizer.zero_grad()
+            mse_loss(ddp(inputs), targets).backward()
+            for param in model.second.parameters():
+                param.requires_grad_(number % 2 == 1)
+            optimizer.step()
+            for param in model.second.parameters():
+                param.requires_grad_(True)
+        sides.append(dict(model.named_parameters()))
+    assert_same_bits(*sides)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("as_views", [False, True])
+def test_a_parameter_that_is_frozen_between_backward_and_step_is_sent(pool: Pool, as_views: bool, world: int) -> None:
+    pool.run(_frozen_between_backward_and_step, world, as_views)

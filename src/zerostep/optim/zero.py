@@ -273,10 +273,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Check shapes, and plan anew if the user froze, unfroze, moved or cast parameters since the last step."""
         owners = self._owners
         owners.check_shapes()
-        trainability_changed = owners.trainability_changed()
-        if trainability_changed:
+        sends_others = owners.sends_others()
+        if sends_others:
             logger.warning("requires_grad of some parameters changed: what each rank sends is planned anew")
-        if trainability_changed or owners.moved():
+        if sends_others or owners.moved():
             self._clear_cache()
         if self._owners is not self._prepared:
             self._prepare_memory()

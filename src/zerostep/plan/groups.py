@@ -111,7 +111,14 @@ def subgroup(group: Group, positions: Sequence[int]) -> Group:
     return part
 
 
-def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
+def has_or_gets_grad(param: Tensor) -> bool:
+    """Whether a step may change a parameter: torch's optimizers use a gradient that was made before it was frozen."""
+    return param.requires_grad or param.grad is not None
+
+
+def param_specs(
+    groups: Sequence[Group], is_trainable: Callable[[Tensor], bool] = lambda param: param.requires_grad
+) -> tuple[ParamSpec, ...]:
     """The specs of all parameters, each to be owned as a whole.
 
     A parameter that is listed twice is trainable at its first position only, so that it is sent once.
@@ -129,7 +136,7 @@ def param_specs(groups: Sequence[Group]) -> tuple[ParamSpec, ...]:
                     dtype=str(param.dtype).removeprefix("torch."),
                     device=_device_name(param.device, devices),
                     group=group_index,
-                    trainable=param.requires_grad and seen[id(param)] == 1,
+                    trainable=is_trainable(param) and seen[id(param)] == 1,
                 )
             )
     return tuple(specs)

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zerostep.plan.groups import Group, all_params, param_specs, subgroup
+from zerostep.plan.groups import Group, all_params, has_or_gets_grad, param_specs, subgroup
 from zerostep.plan.layout import Layout
 from zerostep.plan.partition import plan
 
@@ -19,8 +19,9 @@ class Ownership:
     def __init__(self, groups: Sequence[Group], world_size: int, in_order: bool = False) -> None:
         self._groups = [dict(group) for group in groups]
         self.params = all_params(groups)
-        self.layout: Layout = plan(param_specs(groups), world_size, in_order)
+        self.layout: Layout = plan(param_specs(groups, has_or_gets_grad), world_size, in_order)
         self._trainable = [param.requires_grad for param in self.params]
+        self._sent = [has_or_gets_grad(param) for param in self.params]
         self._shapes = [param.shape for param in self.params]
         self._kinds = [(param.dtype, param.device) for param in self.params]
 
@@ -43,8 +44,8 @@ class Ownership:
         return int(self.layout.digest()[:15], 16)
 
     def owned(self, rank: int) -> list[Tensor]:
-        """The trainable parameters of `rank`, in the same order on all ranks."""
-        return [param for param, owner in self.rank_of.items() if owner == rank and param.requires_grad]
+        """The parameters of `rank` that a step may change, in the same order on all ranks."""
+        return [param for param, owner in self.rank_of.items() if owner == rank and has_or_gets_grad(param)]
 
     def groups_of(self, rank: int) -> list[Group]:
         """The groups, each with the parameters that `rank` owns, the largest first."""
@@ -57,6 +58,10 @@ class Ownership:
     def trainability_changed(self) -> bool:
         """Whether `requires_grad` of some parameter has changed."""
         return any(param.requires_grad != was for param, was in zip(self.params, self._trainable, strict=True))
+
+    def sends_others(self) -> bool:
+        """Whether a step may change other parameters than before: some were unfrozen, or frozen and dropped."""
+        return any(has_or_gets_grad(param) != was for param, was in zip(self.params, self._sent, strict=True))
 
     def moved(self) -> bool:
         """Whether some parameter has changed its dtype or device."""
