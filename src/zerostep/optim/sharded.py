@@ -26,7 +26,7 @@ from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
-from zerostep.optim.sharded_join import JoinProtocol, ShardedJoinHook
+from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
@@ -110,7 +110,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         )
         self._timer, self._health = PhaseTimer(), Health()
         self._all_state_dicts = []
-        self._join: JoinProtocol | None = None
+        self._join: ShardedJoin | None = None
         self._join_contexts = 0
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks = resolve(wanted, _first_device(self._model))
@@ -429,12 +429,13 @@ class ShardedOptimizer(PartitionedOptimizer):
             )
         if self._join is None:
             groups = weakly(self._current_groups)
-            self._join = JoinProtocol(self, self._training, groups, in_ddp, self._ranks)
+            self._join = ShardedJoin(self, self._training, groups, in_ddp, self._ranks)
         # Weakly: the protocol holds the engine.
         on_pass = None if in_ddp else weakly(self._join.backward)
         self._training.engine.enter_join(weakly(self._join.active), on_pass)
         self._join_contexts += 1
-        return ShardedJoinHook(self._join, partial(weakly(self._leave_join_context), self._join_contexts))
+        leave = partial(weakly(self._leave_join_context), self._join_contexts)
+        return ShardedJoinHook(self._join, self._training, in_ddp, leave)
 
     def _check_order(self) -> None:
         if self._ddp is not None and self._join_config.is_first_joinable:

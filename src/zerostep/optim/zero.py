@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from zerostep.comm.agreement import agreed, facts_of
@@ -24,8 +24,9 @@ from zerostep.comm.transport import BucketMemory, Transport, connect
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
+from zerostep.optim.join import JoinProtocol
 from zerostep.optim.view import OptimizerView
-from zerostep.optim.zero_join import ZeroJoin, ZeroJoinHook, ZeroShadow
+from zerostep.optim.zero_join import ZeroJoinHook, ZeroShadow
 from zerostep.optim.zero_state import ZeroState
 from zerostep.plan.groups import (
     Group,
@@ -94,7 +95,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._prepared: Ownership | None = None
         self._bucket_memories: list[BucketMemory] = []
         self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
-        self._join: ZeroJoin | None = None
+        self._join: JoinProtocol | None = None
         self._join_hook: ZeroJoinHook | None = None
         self._steps, self._state_exists = 0, False
         self._health = Health()
@@ -191,15 +192,12 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._check_usable()
         if self._overlap_state is not None:
             return self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
-        joining = self._join if self._join_config.enable else None
-        if joining is not None:
+        if self._join is not None and self._join_config.enable:
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)
-            Join.notify_join_context(self)
-            joining.lend()
+            self._join.step()
         loss = self._step_and_sync(closure, kwargs)
-        if joining is not None:
-            joining.snapshot_gradients()
+        self._snapshot_in_join()
         return loss
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
@@ -426,10 +424,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._overlap_state is not None:
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._join is None:
-            self._join = ZeroJoin(self._transport, lambda rank: self._owners.owned(rank), self.param_groups)
-        self._join.enter()
+            self._join = JoinProtocol(
+                self, self._transport, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
+            )
+        self._join.end()
         shadow = ZeroShadow(
             step=self._shadow_step,
+            shard=lambda: self._owners.owned(self.rank),
             holds=self._trained_by,
             hand_over=self._hand_over_announcing,
             leave=self._leave_join_context,
@@ -460,15 +461,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _leave_join_context(self) -> None:
         self._join_config = self._not_joining
         if self._join is not None:
-            self._join.leave()
+            self._join.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, not only of those that this rank owns."""
         if self._overlap_state is not None:
             self._overlap_state.refuse_edited_gradients()
         super().zero_grad(set_to_none)
-        if self._join is not None and self._join_config.enable:
-            self._join.snapshot_gradients()
+        self._snapshot_in_join()
+
+    def _snapshot_in_join(self) -> None:
+        if self._join_hook is not None and self._join_config.enable:
+            self._join_hook.snapshot_gradients()
 
 
 def _broadcast_object(
