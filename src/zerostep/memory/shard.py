@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Shard(FlatBucket):
     ) -> None:
         plan = layout.buckets[bucket]
         super().__init__(plan, params, padded_size(plan))
-        self._owned = plan.owned(rank)
+        self._owned, self._plan = plan.owned(rank), plan
         self._names = [layout.params[slot.param].name for slot in plan.slots]
         self._signatures = [_signature(param) for param in self._params]
         owned = self.owned
@@ -72,12 +72,12 @@ class Shard(FlatBucket):
         if self.master is not None:
             self.owned.copy_(self.master)
 
-    def mark_changed(self) -> None:
-        """Increment the version counters of all parameters, whose memory was written through the flat tensor.
+    def mark_changed(self, used: Collection[int]) -> None:
+        """Increment the version counters of the used parameters, whose memory was written through the flat tensor.
 
         Autograd then raises an error for a graph that saved an old value.
         """
-        increment_version(self._params)
+        increment_version([p for p, slot in zip(self._params, self._plan.slots, strict=True) if slot.param in used])
         self._versions = self._count_versions()
 
     def split_leaf(self, leaf: Leaf) -> list[Leaf]:

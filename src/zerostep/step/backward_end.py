@@ -28,16 +28,24 @@ class BackwardEnd:
         # Autograd has the only strong references, and drops them with the call: a failed one leaves nothing here.
         self._expected: WeakSet[_TaskEnd] = WeakSet()
         self._lock = RLock()  # several threads may run backward calls
+        self._last_task = -1  # the one that was expected last; numbers are never used again
 
     @property
     def active(self) -> bool:
         """Whether a backward call is running in which `expect` was called."""
         return len(self._expected) > 0
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether `expect` was called in this call last, so that it need not be called again; called per gradient."""
+        task: int = torch._C._current_graph_task_id()
+        return task == self._last_task and task != -1
+
     def expect(self) -> None:
         """Call `action` when the backward call that runs this hook is over."""
         task = torch._C._current_graph_task_id()
         with self._lock:
+            self._last_task = task
             if task == -1 or any(each.task == task for each in self._expected):
                 return
             end = _TaskEnd(task, weakly(self._task_over))

@@ -38,13 +38,17 @@ class BackwardUpdate:
         self._partial_steps: PartialSteps | None = None
         self._masks: dict[int, tuple[PendingInts, Sequence[int], bool]] = {}
         self._unread: list[PendingInts] = []
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._gathered: list[int] = []
 
     def begin(self, inners: InnerOptimizers) -> None:
         """Begin a step: all its parts start from the options that the groups have now."""
         self._inners, self._partial_steps, self._failure = inners, inners.begin(), None
-        self._masks.clear()
+        self._masks, self._unread, self._gathered = {}, [], []
+
+    def abandon(self) -> None:
+        """Update nothing more in this pass, but gather: the other ranks wait for it."""
+        self._failure = self._failure or RuntimeError("a state was loaded inside of a step")
 
     def launched(self, bucket: int, params: Collection[int]) -> None:
         """Send which parameters of a bucket this rank has used."""
@@ -69,7 +73,7 @@ class BackwardUpdate:
             if self._failure is None:
                 with stepping_in_backward():
                     self._updater.step_on({bucket: part}, self._inners, self._partial_steps, used)
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
         self._updater.launch([bucket])
         self._gathered.append(bucket)
@@ -86,7 +90,7 @@ class BackwardUpdate:
             used = union_of_masks(pending.wait(), len(slots))
         return [slot.param for slot, flag in zip(slots, used, strict=True) if flag]
 
-    def end(self) -> Exception | None:
+    def end(self) -> BaseException | None:
         """End the step: groups take the options that its parts have left. The error of the update, if it failed."""
         assert self._partial_steps is not None
         if self._failure is None:

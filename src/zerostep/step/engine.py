@@ -24,7 +24,6 @@ from torch import Tensor
 from zerostep.comm.exchange import Exchange, PendingInts
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
-from zerostep.errors import InterruptedPassError, TransportError
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
@@ -35,7 +34,7 @@ from zerostep.step.gathering import PendingGathers
 from zerostep.step.grad_ops import ShardedGradOps
 from zerostep.step.grad_sums import GradSums
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.iteration import Iteration
+from zerostep.step.iteration import Iteration, Phase
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.pass_message import UNKNOWN, PassMessage, used_by_any
 from zerostep.step.reduction import Reduction
@@ -95,7 +94,7 @@ class Engine:
         self._paused_grads: set[int] = set()
         self._pending_messages: list[_PendingMessage] = []
         self._pending_status: PendingInts | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._on_pass: Callable[[], None] | None = None
         self._joining: Callable[[], bool] = lambda: False
         self._begin_update: Callable[[], InnerOptimizers] | None = None
@@ -131,6 +130,7 @@ class Engine:
         """Go on with a layout that has further buckets; a collective."""
         with self.lock:
             self.end_pass()
+            self.read_messages()  # they are about the parameters that there were
             self.buckets.extend(layout, params)
             plan = self._plan()
             self.reduction.extend(plan)
@@ -142,7 +142,7 @@ class Engine:
         return self._control.blocks_host
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """The error that left a backward pass half done."""
         return self._failure
 
@@ -204,20 +204,32 @@ class Engine:
         """Autograd has finished a gradient of a bare module; runs on autograd's thread, inside a hook."""
         if self._paused:
             self._paused_grads.add(index)
+            self._stand_ins.keep_own_grad(index)
             return
-        with self.lock, self._noting_failure():
+        with self.lock:
             try:
-                self._enter_pass()
-            except InterruptedPassError:
-                self._discard_own_grad(index)
+                if not (self.iteration.in_pass and self._backward_end.is_expected):
+                    self._enter_pass_with(index)
+                self._take_own_grad(index)
+            except BaseException as error:
+                self._note_failure(error)
                 raise
-            self._take_own_grad(index)
+
+    def _enter_pass_with(self, index: int) -> None:
+        try:
+            self._enter_pass()
+        except BaseException:
+            if not self.iteration.in_pass:
+                self._discard_own_grad(index)
+            raise
 
     def before_ddp_accumulates(self, index: int) -> None:
         """A backward call inside DDP, or `torch.autograd.grad`, has reached a parameter. Runs on autograd's thread.
 
         DDP reads `.grad` of all parameters when the first gradient is there, so no stand-in may be left by then.
         """
+        if self._backward_end.is_expected:
+            return
         with self.lock:
             if not self._backward_end.active:
                 self._notice_dropped()
@@ -231,7 +243,8 @@ class Engine:
             if not in_backward_pass() and not self.iteration.in_pass and not self.iteration.passes:
                 # The shadow pass of a joined rank: the live ranks drop their gradients before a step's first pass.
                 self.drop_all()
-            self._enter_pass()
+            if not (self.iteration.in_pass and self._backward_end.is_expected):
+                self._enter_pass()
             if grad is None:
                 self._absent.append(index)
                 self.reduction.arrive(index, None)
@@ -254,10 +267,12 @@ class Engine:
             refuse_kept_gradients(self.buckets.layout.params[index].name for index in self.sums.used)
         if self._on_pass is not None:
             self._on_pass()
-        self.iteration.begin_pass()
         if self._begin_update is not None and self._in_backward:
             self._backward_update.begin(self._begin_update())
+        self.iteration.begin_pass()
         self._used_in_pass = set()
+        if self._reference is not None and self._whole:
+            self._reference.drop()  # every pass sends whole gradients
         self.grad_ops.drop_norms()
         self.reduction.begin()
 
@@ -335,10 +350,10 @@ class Engine:
             self.sums.use(self._used_in_pass)
             failure = self._end_backward_update() if self._in_backward else None
             self._exchange_messages(joined, read)
-            self.iteration.end_pass()
-            self._pass_ended.notify_all()
             if failure is not None:
                 raise failure
+            self.iteration.end_pass()
+            self._pass_ended.notify_all()
 
     def _take_leftovers(self) -> None:
         """Take gradients that no hook has seen: of passes inside `no_sync()`, set by hand, or just unfrozen."""
@@ -356,7 +371,7 @@ class Engine:
             self._take(index, grad)
             self._used_in_pass.discard(index)
 
-    def _end_backward_update(self) -> Exception | None:
+    def _end_backward_update(self) -> BaseException | None:
         failure = self._backward_update.end()
         self._end_update()
         self._send_status(failure)
@@ -411,7 +426,11 @@ class Engine:
     def await_passes(self, count: int) -> None:
         """Wait until another thread has ended `count` backward passes."""
         with self._pass_ended:
-            self._pass_ended.wait_for(lambda: self.iteration.passes >= count and not self.iteration.in_pass)
+            self._pass_ended.wait_for(
+                lambda: self._failure is not None or (self.iteration.passes >= count and not self.iteration.in_pass)
+            )
+        if self._failure is not None:
+            raise RuntimeError(f"a backward pass failed beside this one: {self._failure}")
 
     def shadow_backward(self, kept: Collection[int]) -> None:
         """Take part in a backward pass of the other ranks, with zeros; `kept` are the gradients that it adds to."""
@@ -422,14 +441,17 @@ class Engine:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Remember an error after which ranks may have reduced different buckets."""
         try:
             yield
-        except InterruptedPassError:
+        except BaseException as error:
+            self._note_failure(error)
             raise
-        except Exception as error:
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Remember an error inside a pass, after which ranks may have reduced different buckets."""
+        if self.iteration.in_pass:
             self._failure = error
-            raise
+            self._pass_ended.notify_all()
 
     # ------------------------------------------------------------------ between passes
 
@@ -444,7 +466,7 @@ class Engine:
                 self._notice_dropped()
                 own = self._own_grads()
                 # A rank without a backward pass must launch all buckets, too: the others wait for them in theirs.
-                if own or not self.iteration.passes:
+                if own or self.iteration.phase is Phase.BETWEEN:
                     self._reduce_own(own)
             if self._whole:
                 self._use_present()
@@ -479,7 +501,10 @@ class Engine:
     def _notice_dropped(self) -> None:
         """Drop the gradients of parameters whose `.grad` was removed or replaced by the user."""
         if self._whole:
-            return  # `.grad` itself is the sum
+            # `.grad` itself is the sum.
+            if all(param.grad is None for param in self.buckets.params):
+                self._all_dropped()
+            return
         dropped = [index for index in self.sums.used if self._stand_ins.was_dropped(index)]
         if dropped:
             self._drop(dropped)
@@ -489,8 +514,14 @@ class Engine:
         self.sums.drop(params)
         self._stand_ins.forget_lifted(params)
         self.grad_ops.drop_norms()
-        if self._reference is not None and not self.sums.used:
-            self._reference.drop()
+        if self._reference is not None:
+            self._reference.drop(params)
+        if not self.sums.used:
+            self._all_dropped()
+
+    def _all_dropped(self) -> None:
+        if not self.iteration.in_pass:
+            self.iteration.drop()
 
     def note_edit(self) -> None:
         """The sums were changed: they are no longer those of the gradients that autograd made."""
@@ -513,6 +544,7 @@ class Engine:
             self.end_pass()
             self.reduction.finish()
             self.sums.drop_all()
+            self._all_dropped()
             if self._reference is not None:
                 self._reference.drop()
             self._forget_lifted()
@@ -560,7 +592,7 @@ class Engine:
         self.reduction.finish_bucket(bucket)
         return self.sums.parts[bucket]
 
-    def _send_status(self, failure: Exception | None) -> None:
+    def _send_status(self, failure: BaseException | None) -> None:
         if self._control.blocks_host:
             self._pending_status = self._control.start_all_gather_ints([failure is not None])
 
@@ -574,11 +606,14 @@ class Engine:
 
     def recover(self) -> None:
         """Drain pending messages after a failed step so that training can restart from a checkpoint."""
-        self._failure = None
-        with suppress(TransportError):
-            self.gathers.wait()
-            self.read_messages()
-            self.failed_ranks()
+        with self.lock:
+            self._backward_update.abandon()
+            # Each by itself: what was launched half must be launched whole, and every message must be received.
+            for drain in (self.end_pass, self.reduction.finish, self.read_messages, self.failed_ranks):
+                with suppress(RuntimeError):
+                    drain()
+            self.gathers.recover()
+            self._failure = None
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter; the same on all ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 
 from zerostep.comm.exchange import PendingGather
+from zerostep.errors import TransportError
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_params import PendingBucket
 from zerostep.step.weak import weakly
@@ -59,6 +61,13 @@ class PendingGathers:
         """Return when all buckets are in place."""
         for bucket in list(self._buckets.values()):
             bucket.wait()
+
+    def recover(self) -> None:
+        """Wait for all buckets and forget errors, because all parameters and state are about to be replaced."""
+        for bucket in list(self._buckets.values()):
+            with suppress(TransportError):
+                bucket.wait()
+            bucket.forget_error()
 
     def forbid_late(self, reason: str) -> None:
         """From now on, no parameter is late: `make_late` waits."""

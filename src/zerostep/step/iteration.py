@@ -8,7 +8,7 @@
          |                           |  first gradient of a     |   |
          |                           |  further pass            |   |
          |                           +--------------------------+   |
-         +------------------------ step() --------------------------+
+         +-------------- step(), or all gradients dropped ----------+
 
 In every pass every rank launches every bucket once, in one order, before its backward call returns. All ranks go
 through the same states; the number of the step and of the pass travel with the message that ends each pass.
@@ -22,9 +22,9 @@ from zerostep.errors import InterruptedPassError
 
 
 class Phase(Enum):
-    """What has happened since the last step."""
+    """What has happened since the last step, or since all gradients were dropped."""
 
-    BETWEEN = "no backward pass has begun since the last step"
+    BETWEEN = "no backward pass has begun since"
     BACKWARD = "a backward pass is open: gradients arrive, full buckets are launched"
     REDUCED = "all buckets of all passes are launched"
 
@@ -42,7 +42,7 @@ class Iteration:
 
     @property
     def phase(self) -> Phase:
-        """What has happened since the last step."""
+        """What has happened since the last step, or since all gradients were dropped."""
         return self._phase
 
     @property
@@ -77,6 +77,10 @@ class Iteration:
         """All buckets of the open pass are launched."""
         assert self._phase is Phase.BACKWARD
         self._phase, self._passes = Phase.REDUCED, self._passes + 1
+
+    def drop(self) -> None:
+        """All gradients were dropped, between two passes."""
+        self._phase = Phase.BETWEEN
 
     def end_step(self) -> None:
         """A step is complete."""

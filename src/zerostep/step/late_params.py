@@ -38,6 +38,7 @@ class PendingBucket:
         self._bucket, self._timer = bucket, timer
         self._lock = RLock()
         self._gather: PendingGather | None = None
+        self._error: BaseException | None = None
         self._late: Sequence[Tensor] = ()
         self._own_classes: Sequence[type[Tensor]] = ()
         self._late_classes: dict[type[Tensor], type[Tensor]] = {}
@@ -49,37 +50,48 @@ class PendingBucket:
 
     def launched(self, gather: PendingGather) -> None:
         """Keep a launched gather, and with it the memory that it writes, until `wait`."""
-        self._gather = gather
+        self._gather, self._error = gather, None
 
     def make_late(self, params: Sequence[Tensor]) -> None:
         """Let whoever reads these parameters wait. Where a class does not allow that, wait now."""
+        if self._gather is None:
+            return  # someone has waited already
         self._late, self._own_classes = params, [type(param) for param in params]
         try:
             for own in set(self._own_classes) - self._late_classes.keys():
                 self._derive(own)
             for param, own in zip(params, self._own_classes, strict=True):
                 param.__class__ = self._late_classes[own]
-        except TypeError:
+        except Exception:  # of a metaclass or an `__init_subclass__`, too
             self.wait()
 
     def wait(self) -> None:
         """Return when the parameters are in place."""
         # Without the lock: `_gather` is reset after everything is in place, and set only inside of a step.
-        if self._gather is None:
+        if self._gather is None and self._error is None:
             return
         with self._lock:
+            if self._error is not None:
+                raise self._error  # for every reader: the values are those of no step
             gather = self._gather
             if gather is None:
                 return
             try:
                 with self._timer.waiting("gather", self._bucket):
                     gather.wait()
+            except BaseException as error:
+                self._error = error
+                raise
             finally:
                 for param, own in zip(self._late, self._own_classes, strict=True):
                     param.__class__ = own
                 # Emptied, so that parameters and this object do not keep each other alive.
                 self._late, self._own_classes = (), ()
                 self._gather = None
+
+    def forget_error(self) -> None:
+        """A state is loaded: what a failed gather has left is replaced."""
+        self._error = None
 
     def _derive(self, own: type[Tensor]) -> None:
         make: Any = type(own)  # the metaclass

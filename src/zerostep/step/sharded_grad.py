@@ -59,9 +59,13 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def take_arrived(self) -> Tensor | None:
-        """Remove and return the gradient that autograd has added since, if it has."""
+        """Remove and return the gradient that autograd has added since, if it has. Its memory may be autograd's."""
         arrived, self.arrived = self.arrived, None
         return arrived
+
+    def copy_arrived(self) -> None:
+        """Copy the gradient that autograd has added: it is kept beyond the call of a hook."""
+        self.arrived = None if self.arrived is None else self.arrived.clone()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -34,11 +34,11 @@ class StandIns:
 
     def place_one(self, index: int) -> None:
         """The same for one parameter; called for each gradient."""
-        stand_in = self._stand_ins.get(index)
+        param, stand_in = self._buckets.params[index], self._stand_ins.get(index)
         if stand_in is None:
-            stand_in = self._stand_ins[index] = ShardedGradient(self._buckets.params[index], index, self._ops)
+            stand_in = self._stand_ins[index] = ShardedGradient(param, index, self._ops)
         stand_in.take_arrived()  # of a gradient that the user has replaced
-        self._buckets.params[index].grad = stand_in
+        param.grad = stand_in
 
     def place_whole(self, index: int, grad: Tensor) -> None:
         """Set `.grad` to a whole sum, and remember that it is one: the user may edit it in place, or replace it."""
@@ -57,6 +57,12 @@ class StandIns:
                 "another ShardedOptimizer holds the gradient of this parameter: drop it before building a new one"
             )
         return grad.take_arrived(), True
+
+    def keep_own_grad(self, index: int) -> None:
+        """A gradient of a pass inside `no_sync()` has been added: its memory must not be autograd's."""
+        grad = self._buckets.params[index].grad
+        if type(grad) is ShardedGradient:
+            grad.copy_arrived()
 
     def has_own_grad(self, index: int) -> bool:
         """Whether this rank has a gradient of its own for a parameter, which was not reduced yet."""

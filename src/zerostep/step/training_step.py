@@ -113,7 +113,7 @@ class TrainingStep:
         """After an error in a step, parameters and state belong to no step."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._health.mark_broken(f"step {self.count + 1} failed on rank {self.rank}: {error}")
             raise
 

@@ -36,20 +36,20 @@ class Updater:
 
     def update(
         self, chosen: Sequence[int], inners: InnerOptimizers, grad_of: Callable[[int], Tensor], used: Collection[int]
-    ) -> Exception | None:
+    ) -> BaseException | None:
         """Step on the owned part of the chosen buckets and launch their gathers; the error of the update, if it failed.
 
         `grad_of` waits for the owned part of a bucket's gradients; `used` are the parameters that have one. Even after
         an error all buckets are launched, with old values: the other ranks wait for them.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         partial_steps = inners.begin()
         for batch in self._batches(chosen):
             grads = {bucket: grad_of(bucket) for bucket in batch}
             try:
                 if failure is None:
                     self.step_on(grads, inners, partial_steps, used)
-            except Exception as error:
+            except BaseException as error:  # KeyboardInterrupt, too, leaves a step half done
                 failure = error
             if self._gather == "step":
                 self.launch(batch)
@@ -93,7 +93,7 @@ class Updater:
                 leaf.tensor.grad = None
         for bucket in batch:
             self._buckets.shards[bucket].copy_masters_to_params()
-            self._buckets.shards[bucket].mark_changed()
+            self._buckets.shards[bucket].mark_changed(used)
 
     def _used_leaves(self, shard: Shard, inners: InnerOptimizers, used: Collection[int]) -> list[Leaf]:
         """The leaves of a bucket that take part in this step.
