@@ -280,6 +280,7 @@ def _refusals(group: ProcessGroup) -> None:
         lambda: clip_grad_value_(model.parameters(), 1.0),
         lambda: scaler.unscale_(optimizer),
         lambda: model.zero_grad(set_to_none=False),
+        lambda: optimizer.zero_grad(set_to_none=False),
     ]
     for each in late:
         with pytest.raises(RuntimeError, match="updated inside backward"):
@@ -292,7 +293,7 @@ def _refusals(group: ProcessGroup) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="was not dropped since the last step"):
         backward(model, data[2])
-    optimizer.zero_grad(set_to_none=False)
+    optimizer.zero_grad()
     backward(model, data[2])
     optimizer.step()
     twin = Ordered(group)

@@ -134,15 +134,16 @@ class Tires(Plain):
     """A rule over all parameters that a trial cannot see: it refuses the shapes of a trial, and begins late."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr, seen=0.0)
+        super().__init__(params, lr)
+        self.seen = 0.0  # not an option: those are compared by all ranks
         if any(tuple(param.shape) == (6, 8) for param in self.param_groups[0]["params"]):
             raise ValueError("not this shape")
 
     def update(self, group: Group, params: Sequence[Tensor]) -> None:
-        group["seen"] += sum(float(gradient_of(param).abs().mean()) for param in params if param.grad is not None)
+        self.seen += sum(float(gradient_of(param).abs().mean()) for param in params if param.grad is not None)
         for param in params:
             if param.grad is not None:
-                param -= group["lr"] * param.grad * (1.0 if group["seen"] < 4.0 else 0.5)
+                param -= group["lr"] * param.grad * (1.0 if self.seen < 4.0 else 0.5)
 
 
 def _first_difference(group: ProcessGroup) -> int:

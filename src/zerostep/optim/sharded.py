@@ -312,10 +312,10 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were reduced too."""
-        engine, in_backward = self._training.engine, self._settings.update == "backward"
-        if set_to_none or in_backward or self._settings.reduction == "all":
+        engine = self._training.engine
+        if set_to_none or self._settings.reduction == "all":
             engine.drop_all()
-            if set_to_none or in_backward:
+            if set_to_none:
                 clear_grads(self._all_params)
             else:
                 super().zero_grad(set_to_none)

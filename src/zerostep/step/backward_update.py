@@ -21,8 +21,8 @@ from zerostep.step.update import Updater
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
 _TOO_LATE = (
-    'with update="backward" the parameters are updated inside backward(), and gradients are gone afterwards. To clip, '
-    'scale or read them, build the optimizer with update="step"'
+    'with update="backward" the parameters are updated inside backward(), and gradients are gone afterwards: drop '
+    'them by zero_grad(). To clip, scale or read them, build the optimizer with update="step"'
 )
 
 

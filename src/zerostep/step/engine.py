@@ -556,7 +556,8 @@ class Engine:
         with self.lock:
             self._notice_dropped()
             self.finish()
-            self.grad_ops.clear()
+            if self.sums.used:
+                self.grad_ops.clear()
             self._stand_ins.zero_own_grads()
 
     def finish(self) -> None:
