@@ -198,7 +198,7 @@ def _interrupted(group: ProcessGroup, update: str, ranks: Sequence[int]) -> None
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["all ranks", "one rank"])
-@pytest.mark.parametrize("update", ["step"])
+@pytest.mark.parametrize("update", ["step", "backward"])
 def test_an_interrupted_update_needs_a_state_to_be_loaded(pool: Pool, update: str, ranks: Sequence[int]) -> None:
     pool.run(_interrupted, 2, update, ranks, deadline=DEADLINE)
 
@@ -449,8 +449,8 @@ def _readers(model: Any, optimizer: ShardedOptimizer, batch: Batch, directly: bo
     ]
 
 
-@pytest.mark.parametrize("error", [TransportError("rank 1 is gone")], ids=repr)
-@pytest.mark.parametrize("directly", [False])
+@pytest.mark.parametrize("error", [TransportError("rank 1 is gone"), KeyboardInterrupt("stop")], ids=repr)
+@pytest.mark.parametrize("directly", [False, True], ids=["by a module", "directly"])
 def test_every_reader_gets_the_error_of_a_failed_gather_until_a_state_is_loaded(
     pool: Pool, error: BaseException, directly: bool
 ) -> None:
