@@ -11,6 +11,8 @@ from tests.fuzz.execute import Record
 
 # A sum in another order differs by some 1e-6 after a few steps; a gradient that is lost or counted twice by 1e-3.
 TOLERANCE = 5e-5
+# A loss that is nearly nought has no relative precision.
+SMALLEST = 1e-2
 
 
 def difference(ours: Record, plain: Record, exact: bool, late: bool) -> str:
@@ -55,7 +57,7 @@ def _of_tensors(ours: Tensor, plain: Tensor, exact: bool) -> str:
         return "is not finite on one side"
     gap = (ours.double() - plain.double())[finite].abs().max().item() if finite.any() else 0.0
     largest = plain[finite].double().abs().max().item() if finite.any() else 1.0
-    relative = gap / max(largest, 1e-3)
+    relative = gap / max(largest, SMALLEST)
     if gap and (exact or relative > TOLERANCE or math.isnan(relative)):
         return f"differs by {relative:.1e}{' (bits are promised)' if relative <= TOLERANCE else ''}"
     return ""

@@ -432,8 +432,8 @@ def _failed_gather(group: ProcessGroup, error: BaseException, directly: bool) ->
         with pytest.raises(type(error), match=str(error)):
             read()
             raise AssertionError(f"reader {number} got values")
-    optimizer.load_state_dict(saved)
     model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
     _train(model, optimizer, data[2:])
     assert_same_bits(values(model), values(Twin(group).train(data).model))
 

@@ -350,10 +350,12 @@ class Engine:
             self.sums.use(self._used_in_pass)
             failure = self._end_backward_update() if self._in_backward else None
             self._exchange_messages(joined, read)
-            if failure is not None:
-                raise failure
+            # Before the error is raised: everything of this pass was sent, and `recover` must not send it again.
+            self._failure = failure or self._failure
             self.iteration.end_pass()
             self._pass_ended.notify_all()
+            if failure is not None:
+                raise failure
 
     def _take_leftovers(self) -> None:
         """Take gradients that no hook has seen: of passes inside `no_sync()`, set by hand, or just unfrozen."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 
 from zerostep.comm.exchange import PendingGather
-from zerostep.errors import TransportError
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_params import PendingBucket
 from zerostep.step.weak import weakly
@@ -65,7 +64,7 @@ class PendingGathers:
     def recover(self) -> None:
         """Wait for all buckets and forget errors, because all parameters and state are about to be replaced."""
         for bucket in list(self._buckets.values()):
-            with suppress(TransportError):
+            with suppress(BaseException):  # also a KeyboardInterrupt of an earlier wait
                 bucket.wait()
             bucket.forget_error()
 

@@ -48,6 +48,11 @@ class PendingBucket:
         """Whether reading a parameter would wait."""
         return bool(self._late)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last gather has failed."""
+        return self._error is not None
+
     def launched(self, gather: PendingGather) -> None:
         """Keep a launched gather, and with it the memory that it writes, until `wait`."""
         self._gather, self._error = gather, None
@@ -80,17 +85,21 @@ class PendingBucket:
                 with self._timer.waiting("gather", self._bucket):
                     gather.wait()
             except BaseException as error:
-                self._error = error
+                self._error, self._gather = error, None  # still late: whoever reads a parameter gets the error
                 raise
-            finally:
-                for param, own in zip(self._late, self._own_classes, strict=True):
-                    param.__class__ = own
-                # Emptied, so that parameters and this object do not keep each other alive.
-                self._late, self._own_classes = (), ()
-                self._gather = None
+            self._end()
+
+    def _end(self) -> None:
+        for param, own in zip(self._late, self._own_classes, strict=True):
+            param.__class__ = own
+        # Emptied, so that parameters and this object do not keep each other alive.
+        self._late, self._own_classes = (), ()
+        self._gather = None
 
     def forget_error(self) -> None:
         """A state is loaded: what a failed gather has left is replaced."""
+        if self._error is not None:
+            self._end()
         self._error = None
 
     def _derive(self, own: type[Tensor]) -> None:
@@ -106,7 +115,7 @@ class _Late:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_NO_VALUES:
+        if func in _READS_NO_VALUES or (func is _tensor.copy_ and _has_failed(args[0])):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         _wait_for(types)
         return func(*args, **(kwargs or {}))
@@ -134,6 +143,11 @@ class _Late:
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.pending_bucket.wait()
         return self.__reduce_ex__(protocol)
+
+
+def _has_failed(target: Any) -> bool:
+    """Whether a parameter has no values, because its gather has failed: then new ones may be copied into it."""
+    return isinstance(target, _Late) and target.pending_bucket.has_failed
 
 
 @torch._dynamo.disable
