@@ -1,6 +1,7 @@
 """Training loops in which ranks use different parts of a model, against plain DDP: dropping, adding up, waiting."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.pool import Pool
 from tests.helpers.reference import Batch
-from tests.helpers.sharding import MOMENTUM, SCATTERED, WAYS, Contest, in_ddp, no_sync, seeded, series, values
+from tests.helpers.sharding import MOMENTUM, SCATTERED, WAYS, Contest, gap, in_ddp, no_sync, seeded, series, values
 from zerostep import ShardedOptimizer
 
 DEADLINE = 40.0
@@ -242,6 +243,39 @@ def _dropped_between_no_sync_passes(model: nn.Module, optimizer: Any, data: list
         _backward(model, second, 0, 1)
         optimizer.step()
         model.zero_grad()
+
+
+def _unfrozen_before_two_passes(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    """The parameters that were frozen when the optimizer was built have no hooks when the first pass begins."""
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        _bare(model).heads[1].requires_grad_(True)
+        _backward(model, first, *range(5))
+        _backward(model, second, *range(5))
+        optimizer.step()
+        model.zero_grad()
+
+
+def _partly_frozen() -> nn.Module:
+    model = Heads()
+    model.heads[1].requires_grad_(False)
+    return model
+
+
+def _unfrozen(group: ProcessGroup) -> None:
+    contest = replace(_contest(["bare scatter", "bare all"]), build=lambda: seeded(_partly_frozen))
+    model = seeded(Heads)
+    plain = in_ddp(group, model, find_unused_parameters=True), SGD(model.parameters(), **MOMENTUM)
+    data = series(group, 4, "matrices")
+    _unfrozen_before_two_passes(*plain, data)
+    for way in contest.ways:
+        ours = contest.sharded(group, way)
+        _unfrozen_before_two_passes(*ours, data)
+        assert gap(values(ours[0]), values(model)) < 2e-6, way
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_that_are_unfrozen_before_two_passes(pool: Pool, world: int) -> None:
+    pool.run(_unfrozen, world, deadline=DEADLINE)
 
 
 def _in_reentrant_segments(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:

@@ -100,6 +100,7 @@ class Engine:
         self._begin_update: Callable[[], InnerOptimizers] | None = None
         self._end_update: Callable[[], None] = lambda: None
         self._options: Callable[[], int] = lambda: UNKNOWN
+        self._hook_trainable: Callable[[], None] = lambda: None
         self._paused = self._lifted = False
         self._reference: ReferenceOptimizer | None = None
 
@@ -163,10 +164,15 @@ class Engine:
     # ------------------------------------------------------------------ what callers attach
 
     def attach(
-        self, options: Callable[[], int], begin_update: Callable[[], InnerOptimizers], end_update: Callable[[], None]
+        self,
+        options: Callable[[], int],
+        hook_trainable: Callable[[], None],
+        begin_update: Callable[[], InnerOptimizers],
+        end_update: Callable[[], None],
     ) -> None:
-        """Take a digest of the groups' options, and what begins and ends an update inside backward."""
-        self._options, self._begin_update, self._end_update = options, begin_update, end_update
+        """Take a digest of the groups' options, hooks for all trainable parameters, and updates inside backward."""
+        self._options, self._hook_trainable = options, hook_trainable
+        self._begin_update, self._end_update = begin_update, end_update
 
     def set_reference(self, reference: ReferenceOptimizer | None) -> None:
         """Show all gradients to a reference optimizer, which compares their sums; `None` ends that."""
@@ -274,7 +280,8 @@ class Engine:
         if self._reference is not None and self._whole:
             self._reference.drop()  # every pass sends whole gradients
         self.grad_ops.drop_norms()
-        self.reduction.begin()
+        if self.reduction.begin():
+            self._hook_trainable()
 
     def _discard_own_grad(self, index: int) -> None:
         """A pass was refused: leave `.grad` as it was before."""

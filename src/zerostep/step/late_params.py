@@ -165,6 +165,7 @@ _READS_NO_VALUES = frozenset(
     (
         *(_grad.__get__, _grad.__set__, _grad.__delete__, _requires_grad.__get__, _requires_grad.__set__),
         *(_tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.is_leaf.__get__),
+        _tensor.is_meta.__get__,
         *(_tensor._version.__get__, _tensor.numel, _tensor.requires_grad_),
         *(_tensor.register_hook, _tensor.register_post_accumulate_grad_hook),
     )

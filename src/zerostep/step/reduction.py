@@ -76,14 +76,16 @@ class Reduction:
 
     # ------------------------------------------------------------------ one pass
 
-    def begin(self) -> None:
-        """Begin a pass: no gradient has arrived, no bucket is launched."""
+    def begin(self) -> bool:
+        """Begin a pass: no gradient has arrived, no bucket is launched. Whether other parameters are trainable now."""
         trainable = [param.requires_grad for param in self._plan.params]
-        if trainable != self._trainable:
+        changed = trainable != self._trainable
+        if changed:
             self._trainable, self._expected = trainable, self._plan.trained(trainable)
             self._order = list(self._expected)
         self._missing = {index: set(members) for index, members in self._expected.items()}
         self._arrived, self._written, self._next = set(), set(), 0
+        return changed
 
     def is_taken(self, param: int) -> bool:
         """Whether this pass can take no further gradient of a parameter."""

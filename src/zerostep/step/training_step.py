@@ -42,7 +42,8 @@ class TrainingStep:
         self._saves, self._health, self._settings = saves, health, settings
         self._reference: ReferenceOptimizer | None = None
         self._has_state = False
-        engine.attach(weakly(self._options_digest), weakly(self._begin_update), weakly(self._end_update))
+        update = weakly(self._begin_update), weakly(self._end_update)
+        engine.attach(weakly(self._options_digest), weakly(self._hook_trainable), *update)
 
     @property
     def count(self) -> int:
@@ -91,6 +92,9 @@ class TrainingStep:
     def _end_update(self) -> None:
         self._inners.pull_options(self._groups())
 
+    def _hook_trainable(self) -> None:
+        self._source.extend(self._engine.buckets.params)
+
     def _options_digest(self) -> int:
         return options_digest(self._groups())
 
@@ -100,7 +104,7 @@ class TrainingStep:
         self._raise_if_peer_failed()
         self._engine.buckets.follow_params()
         self.add_leaves(self._engine.buckets.bind_trainable())
-        self._source.extend(self._engine.buckets.params)
+        self._hook_trainable()
         self._inners.push_options(self._groups())
 
     def add_leaves(self, leaves: Sequence[Leaf]) -> None:
