@@ -130,7 +130,7 @@ class Generator:
             return -1
         targets = {block.target for block in blocks}
         free = [n for n, block in enumerate(blocks) if n not in targets and block.kind != "tied"]
-        return self.random.choice(free)
+        return self.random.choice(free) if free else -1
 
     def add(self, *ops: Op) -> bool:
         """Add operations if DDP supports all of them now."""
