@@ -251,7 +251,9 @@ def _frozen_on_one_rank(group: ProcessGroup, views: bool) -> tuple[str, list[str
     zero = ZeroRedundancyOptimizer(params, SGD, group, views, **LR)
     _set_gradients(params, 0)
     zero.step()
-    params[2].requires_grad_(zero.rank != 1)
+    if zero.rank == 1:
+        params[2].requires_grad_(False)
+        params[2].grad = None  # with a gradient, it would be updated and sent as before
     others = [param for param in params if zero._param_to_rank[param] != zero.rank]
     before = _numbered(others)
     with pytest.raises(RuntimeError) as caught:
