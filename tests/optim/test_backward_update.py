@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.late_gathers import late_gathers
 from tests.helpers.pool import Pool
@@ -305,6 +306,33 @@ def _refusals(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_comes_too_late_is_refused_and_training_goes_on(pool: Pool, world: int) -> None:
     pool.run(_refusals, world)
+
+
+class Shared(nn.Module):
+    """Two reentrant segments that use one layer: it gets a gradient in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 9)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = checkpoint(self.layer, inputs.clone().requires_grad_(), use_reentrant=True)
+        result: Tensor = checkpoint(self.layer, hidden, use_reentrant=True)
+        return result
+
+
+def _second_gradient(group: ProcessGroup) -> None:
+    model = seeded(Shared)
+    optimizer = sharded(group, model, update="backward")
+    with pytest.raises(RuntimeError, match="got two gradients in one backward pass"):
+        model(torch.ones(2, 9)).sum().backward()
+    with pytest.raises(RuntimeError, match="a backward pass failed on rank"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_gradient_in_one_pass_is_refused(pool: Pool, world: int) -> None:
+    pool.run(_second_gradient, world, deadline=20.0)
 
 
 def _bad_settings(group: ProcessGroup) -> None:
