@@ -83,11 +83,12 @@ class _CountingExchange(NullExchange):
         self._bucket_scratch, self._receive_scratch = Scratch("meta"), Scratch("meta")
         self._held_back: Counter[int] = Counter()  # bytes of gradients, by the identity of their bucket
         self._written: set[int] = set()
-        self._arriving = self._filling = self._kept = self._peak = 0
+        self._arriving = self._arrived = self._filling = self._kept = self._peak = 0
         self._in_flight: list[_CountingReduce] = []
 
     def expect(self, bucket: Bucket, nbytes: int, held_back: bool) -> None:
         """A gradient is about to arrive: it is held back, or lies beside its bucket's memory while it is copied."""
+        self._arrived = 0 if held_back else nbytes
         if held_back:
             self._held_back[id(bucket)] += nbytes
             self._note()
@@ -129,7 +130,7 @@ class _CountingExchange(NullExchange):
         sum_size = memory.numel() if self._world == 1 else bucket.owned(self._rank).length
         pending = _CountingReduce(self, memory, sum_size, self._receive_buffers(memory, bucket))
         self._in_flight.append(pending)
-        self._note()
+        self._note(self._arrived)  # autograd holds the last gradient until the hook that launches has returned
         return pending
 
     def _receive_buffers(self, memory: Tensor, bucket: Bucket) -> list[Tensor]:
