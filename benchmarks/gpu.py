@@ -140,7 +140,7 @@ def _peak_of_gradients(model: nn.Module, optimizer: ShardedOptimizer) -> int:
     _clean_up()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     optimizer.step()
