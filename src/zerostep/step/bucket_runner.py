@@ -44,10 +44,10 @@ class BucketRunner:
 
 
 def _complete(stream: torch.Stream | None, future: Future[Tensor], task: Task) -> None:
-    """Run a task. Its error goes into the future: an exception in a DDP hook would leave DDP unusable."""
+    """Run a task. Its error, if it has one, goes into the future: nobody would complete it otherwise."""
     try:
         # The result is set with the stream current: the future's event is then recorded behind the task's work.
         with nullcontext() if stream is None else stream:
             future.set_result(task())
-    except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]
+    except BaseException as error:
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
