@@ -310,6 +310,7 @@ class Engine:
         grad, adds = self._stand_ins.take_grad(index)
         if grad is None:
             return
+        self._any_gradient = True
         if self.reduction.is_taken(index):
             # In a backward call inside another one that uses the parameter, too: a pass takes one gradient of each.
             self._refuse_second_grad(index)
@@ -332,7 +333,6 @@ class Engine:
             self._reference.note(index, grad, index in self.sums.used and not self._whole)
         self.reduction.arrive(index, grad)
         self._used_in_pass.add(index)
-        self._any_gradient = True
 
     def _refuse_second_grad(self, index: int) -> None:
         if self._in_backward:
@@ -381,6 +381,10 @@ class Engine:
             self._pass_ended.notify_all()
             if failure is not None:
                 self.status.send_error(failure)
+                failure.add_note(
+                    f"zerostep: the update of step {self.iteration.steps + 1} inside backward failed on rank "
+                    f"{self.buckets.rank}; restart from the last checkpoint on all ranks"
+                )
                 raise failure
 
     def _take_leftovers(self) -> None:

@@ -160,7 +160,7 @@ class OverlapState:
             self._host.step_done()
             return
         if failure.error is not None and not isinstance(failure.error, Exception):
-            self._host.fail(failure.text)
+            failure.error.add_note(f"zerostep: {self._host.fail(failure.text)}")
             raise failure.error
         if failure.untouched:
             raise RuntimeError(f"no rank has made a step: {failure.text}") from failure.error

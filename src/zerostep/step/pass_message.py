@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerostep.errors import StepMismatchError
-from zerostep.step.place import by_value
+from zerostep.step.place import by_value, compare_loads
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
 
@@ -29,16 +29,13 @@ def used_by_any(rows: Sequence[Sequence[int]], count: int, before: int = 0) -> s
 
     `before` is the number of steps before the last load.
     """
-    values = {rank: (row[2], row[0] + before + 1, row[1] + 1) for rank, row in enumerate(rows)}
+    compare_loads([row[2] for row in rows])
+    values = {rank: (row[0] + before + 1, row[1] + 1) for rank, row in enumerate(rows)}
     if len(set(values.values())) > 1:
-        raise StepMismatchError(
-            f"backward passes of different steps have met: {by_value(values, _in_pass)}; call backward() and step() "
-            "equally often on all ranks, and load the same state on all of them"
-        )
+        raise StepMismatchError(f"{by_value(values, _in_pass)}; call backward() and step() equally often on all ranks")
     return {index for index, flag in enumerate(union_of_masks([row[3:] for row in rows], count)) if flag}
 
 
-def _in_pass(value: tuple[int, int, int], several: bool) -> str:
-    loads, step, number = value
-    loaded = f", {loads} load{'s' if loads != 1 else ''} of its own before" if loads else ""
-    return f"{'are' if several else 'is'} in pass {number} of step {step}{loaded}"
+def _in_pass(place: tuple[int, int], several: bool) -> str:
+    step, number = place
+    return f"{'are' if several else 'is'} at step {step}, backward pass {number}"

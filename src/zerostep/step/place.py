@@ -91,7 +91,7 @@ def compare_places(
     then the first option that differs is named by its `facts`.
     """
     places = {rank: Place(*row) for rank, row in enumerate(rows)}
-    _refuse_other({rank: place.loads for rank, place in places.items()}, _loaded, _LOADS)
+    compare_loads([place.loads for place in places.values()])
     _refuse_other({rank: place.steps + before + 1 for rank, place in places.items()}, _at_step, _CALLS)
     gradients = {
         rank: place.gradients != NONE for rank, place in places.items() if place.gradients not in (OWN, UNKNOWN)
@@ -100,6 +100,11 @@ def compare_places(
     digests = {rank: place.options for rank, place in places.items() if place.options != UNKNOWN}
     if len(set(digests.values())) > 1:
         _refuse_options(digests, None if ask is None else first_difference(ask, facts()))
+
+
+def compare_loads(loads: Sequence[int]) -> None:
+    """Raise a `StepMismatchError` if some rank has loaded a state dict that others have not; `loads` by rank."""
+    _refuse_other(dict(enumerate(loads)), _loaded, _LOADS)
 
 
 def _refuse_other(values: Mapping[int, Any], say: Callable[[Any, bool], str], remedy: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerostep.comm.agreement import describe_error
 from zerostep.comm.background import BackgroundSaves
-from zerostep.errors import StepMismatchError, TransportError
+from zerostep.errors import InterruptedPassError, StepMismatchError, TransportError
 from zerostep.memory.leaf import Leaf
 from zerostep.plan.groups import Group
 from zerostep.plan.layout_planner import Settings
@@ -97,6 +97,10 @@ class TrainingStep:
         failure = self._engine.update(self._inners, joined)
         self._end_update()
         if failure is not None:
+            told = self._health.mark_broken(
+                f"the local update of step {self.count + 1} failed on rank {self.rank}: {describe_error(failure)}"
+            )
+            failure.add_note(f"zerostep: {told}")
             self._engine.gathers.wait()
             raise failure
 
@@ -134,6 +138,8 @@ class TrainingStep:
         """After an error in a step, parameters and state belong to no step."""
         try:
             yield
+        except InterruptedPassError:
+            raise  # nothing was sent or changed
         except BaseException as error:
             if not self._health.broken:
                 self._raise_failed(error, self.count + 1)
@@ -157,10 +163,13 @@ class TrainingStep:
 
         With `gather="forward"` nothing has waited for it at the end of the step.
         """
+        if self._health.broken:
+            return
         try:
             self._engine.status.read()
         except (PeerFailedError, StepMismatchError, TransportError) as error:
-            self._raise_failed(error, self.count)
+            # With update="backward" the update comes before the step() that counts it.
+            self._raise_failed(error, self.count + (self._settings.update == "backward"))
 
     def synchronize(self) -> None:
         """Return when all parameters are in place."""
