@@ -89,10 +89,10 @@ def _gather(group: dist.ProcessGroup, case: str, as_views: bool, companion: bool
     return done
 
 
-def _statuses(transport: Transport, bucket_memories: Sequence[BucketMemory]) -> list[int]:
+def _statuses(transport: Transport, bucket_memories: Sequence[BucketMemory]) -> list[list[int]]:
     """Without anything to gather nobody meets, and a rank knows only its own word."""
     ranks = range(transport.world_size) if transport.exchanges_status(bucket_memories) else [transport.rank]
-    return [5 + rank for rank in ranks]
+    return [[5 + rank, 1] for rank in ranks]
 
 
 def _named(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
