@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,10 +154,8 @@ def _fails(run: Run, trouble: BaseException) -> None:
 
 def _failing(group: ProcessGroup, mode: str) -> list[tuple[str, str]]:
     run = Run(group, mode)
-    return [
-        run.told(lambda run, trouble=each: _fails(run, trouble))
-        for each in (ArithmeticError("a bad day"), KeyboardInterrupt("stop"))
-    ]  # type: ignore[misc]
+    troubles = (ArithmeticError("a bad day"), KeyboardInterrupt("stop"))
+    return [run.told(partial(_fails, trouble=trouble)) for trouble in troubles]
 
 
 @EACH_MODE
@@ -202,7 +201,7 @@ def test_ranks_in_different_places_are_named_with_their_values(pool: Pool, world
         assert (first, second) == (StepMismatchError.__name__,) * 2
         assert rates.startswith(f"step 3 failed on rank {rank}: ranks differ in the lr of group 0: ")
         assert f"{others} 0.1, rank 1 has 0.2; change learning rates and other options on all ranks alike" in rates
-        assert f"rank 1 has loaded a state dict 3 times" in loads and f"{others} loaded a state dict 2 times" in loads
+        assert f"{others} loaded a state dict 2 times, rank 1 has loaded a state dict 3 times; " in loads
         assert rates.endswith(REMEDY) and loads.endswith(REMEDY)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zerostep.errors import StepMismatchError
+
 
 class Health:
     """Remembers a step that failed half-way; every public method that relies on the state calls `check` first."""
@@ -13,6 +15,8 @@ class Health:
     def mark_broken(self, description: str, error_class: type[RuntimeError] = RuntimeError) -> RuntimeError:
         """Refuse everything until a state is loaded; the error to raise."""
         self._failure = description
+        if issubclass(error_class, StepMismatchError):
+            self._loads = 0  # all ranks raise this, and all load: what one has loaded alone is over
         return error_class(f"{description}; restart from the last checkpoint on all ranks")
 
     def mark_recovered(self) -> None:
