@@ -148,8 +148,14 @@ def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) 
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have other things, the first of them"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {short_list(ranks)} have other things, the first of them"
+
+
+def short_list(ranks: Sequence[int]) -> str:
+    """The first eight ranks, as text."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _facts_of_rank_0(transport: Transport, facts: Sequence[Fact]) -> list[Fact]:

@@ -21,6 +21,7 @@ from zerostep.comm.agreement import agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.transport import BucketMemory, Transport, connect
+from zerostep.comm.value_samples import ValueSamples
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
@@ -104,6 +105,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
                 raise error
             self._build(groups, optimizer_class, defaults)
             agreement.compare(self._facts())
+            samples = self._sample_values(first=0)
+        samples.compare(self._transport, must_be_equal=True)
         self._prepare_memory()
         self.initialized = True
 
@@ -289,6 +292,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             with agreed(self._transport) as agreement:
                 self._append_group(param_group)
                 agreement.compare(self._facts())
+                samples = self._sample_values(first=len(self._all_params) - len(self.param_groups[-1]["params"]))
+            samples.compare(self._transport, must_be_equal=True)
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
@@ -309,6 +314,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _facts(self) -> list[Any]:
         specs = self._owners.layout.params
         return facts_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
+
+    def _sample_values(self, first: int) -> ValueSamples:
+        """Samples of the parameters from number `first` on: those before may differ, if replicas were never equal."""
+        titles = [f"parameter {index} ({spec.name!r})" for index, spec in enumerate(self._owners.layout.params)]
+        return ValueSamples(titles[first:], self._all_params[first:])
 
     @staticmethod
     def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:

@@ -83,6 +83,11 @@ class BucketShards:
         ]
         return [leaf for index in unbound for leaf in self.bind(index).leaves]
 
+    def check_params(self) -> None:
+        """Raise `ValueError` if a parameter was cast or moved since its bucket was bound."""
+        for shard in self._shards.values():
+            shard.check_params()
+
     def follow_params(self) -> None:
         """Notice parameters that were bound to other memory, or whose values were set, since the last step."""
         for shard in self._shards.values():
