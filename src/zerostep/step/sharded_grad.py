@@ -2,8 +2,8 @@
 
 A `ShardedGradient` has a shape but no memory. The operations of torch's own clipping by norm or by value, of
 `GradScaler` and of setting to zero give the right result, because they are done to the owned parts on all ranks. Casts
-and moves do nothing, as `model.to(...)` needs them. All others are refused with the reason: a number from one rank's part
-would be silently wrong.
+and moves, which `model.to(...)` makes, do nothing. All others are refused with the reason: a number from one rank's
+part would be silently wrong.
 """
 
 from __future__ import annotations
@@ -95,9 +95,8 @@ class ShardedGradient(torch.Tensor):
 
 # What Python code may read from a gradient or do to it. Adding is not allowed: it would be taken for autograd's
 # accumulation. Norms outside of clipping are not, either: one rank alone that computes one would wait for ever.
-_ALLOWED = (
-    frozenset(
-        """
+_ALLOWED = frozenset(
+    """
     shape dtype device layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_leaf requires_grad
     grad_fn grad names itemsize nbytes _version output_nr retains_grad __repr__ __str__ __format__ __hash__ __len__
     __dir__ dim size stride numel nelement element_size data_ptr ndimension is_contiguous is_floating_point
@@ -105,14 +104,12 @@ _ALLOWED = (
     __itruediv__ clamp_ clamp_max_ clamp_min_ clip_ linalg_vector_norm _foreach_norm _foreach_mul_ _foreach_div_
     _foreach_clamp_max_ _foreach_clamp_min_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_
     """.split()  # noqa: SIM905
-    )
-    | frozenset(
-        # What torch.compile asks when it describes a parameter, and with it the gradient.
-        ("_is_view", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "untyped_storage")
-    )
-    | frozenset(
-        # What nn.Module asks before it sets a converted gradient.
-        ("_has_compatible_shallow_copy_type",)
+) | frozenset(
+    # What torch.compile asks when it describes a parameter, and with it the gradient; the last one is nn.Module's
+    # question before it sets `.grad.data` to a converted gradient.
+    (
+        *("_is_view", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "untyped_storage"),
+        "_has_compatible_shallow_copy_type",
     )
 )
 
