@@ -105,6 +105,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         self._load_whole(state_dict)
         self._all_state_dicts = []
         self._health.mark_recovered()
+        self._health.count_local_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -395,6 +395,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             group_optimizer=self._state.group_optimizer,
             loads_whole_state=self._training.verifies,
             restore=self._restore,
+            begin_load=self._health.begin_shared_load,
             mark_broken=self._health.mark_broken,
         )
 

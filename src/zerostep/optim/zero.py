@@ -393,6 +393,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             group_optimizer=self._group_optimizer,
             loads_whole_state=False,
             restore=self._restore,
+            begin_load=self._health.begin_shared_load,
             mark_broken=self._health.mark_broken,
         )
 
