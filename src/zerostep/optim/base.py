@@ -54,7 +54,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """The collected parts as one state dict."""
 
     @abstractmethod
-    def _load_whole(self, state_dict: StateDict) -> None:
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -92,17 +92,18 @@ class PartitionedOptimizer(Optimizer, Joinable):
             state_dict = state_dict if replaced is None else replaced
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, allow_missing: bool = False) -> None:
         """Take this rank's part of a full state dict, whatever optimizer or world size it comes from.
 
         Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was. The
-        argument is neither changed nor shared.
+        argument is neither changed nor shared. A dict that has the state of some trained parameters and not of others
+        is refused, unless it is of this package and says that they had none; `allow_missing=True` starts them anew.
         """
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        self._load_whole(state_dict)
+        self._load_whole(state_dict, allow_missing)
         self._all_state_dicts = []
         self._health.mark_recovered()
         self._health.count_local_load()

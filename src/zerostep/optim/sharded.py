@@ -373,8 +373,8 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return self._state.consolidated(self._all_state_dicts)
 
-    def _load_whole(self, state_dict: StateDict) -> None:
-        self._state.load_whole(state_dict)
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
+        self._state.load_whole(state_dict, allow_missing)
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""

@@ -40,6 +40,7 @@ from zerostep.plan.groups import (
 from zerostep.plan.ownership import Ownership
 from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
+from zerostep.state.missing import refuse_missing
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
 from zerostep.step.labels import recorded_range
@@ -369,8 +370,12 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
 
-    def _load_whole(self, state_dict: StateDict) -> None:
-        self._zero_state.load_whole(state_dict, self.state, self._has_state)
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
+        state, owners = self._zero_state, self._owners
+        numbers = state.check(state_dict, self.state)
+        if not allow_missing:
+            refuse_missing(state_dict, numbers, owners.layout.params, owners.params, self._group_optimizer)
+        state.load_whole(state_dict, numbers, self._has_state)
         self._state_exists = bool(state_dict["state"])
 
     def optimizer_view(self) -> OptimizerView:
