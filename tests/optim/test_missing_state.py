@@ -161,7 +161,7 @@ def _from_plain(group: ProcessGroup, way: str) -> None:
     model, optimizer = _plain()
     frozen, trained = _pair(group, way, frozen=True), _pair(group, "elements")
     frozen[1].load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match="the first is 'unused.weight'"):
+    with pytest.raises(ValueError, match=r"the first is 'unused\.weight'"):
         trained[1].load_state_dict(optimizer.state_dict())
     trained[1].load_state_dict(optimizer.state_dict(), allow_missing=True)
     assert_same_state_dict(full_state_dict(trained[1])["state"], optimizer.state_dict()["state"])

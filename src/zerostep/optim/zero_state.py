@@ -33,7 +33,7 @@ class ZeroState:
         return validate(state_dict, self._groups, [self._inner] * len(self._groups), live)
 
     def load_whole(self, state_dict: StateDict, numbers: Mapping[Any, int], has_state: bool) -> None:
-        """Replace state and options by this rank's part of a state dict that was checked, or raise, changing nothing."""
+        """Replace state and options by this rank's part of a checked state dict, or raise and change nothing."""
         if state_dict["state"] or has_state:
             replace_state(self._inner, local_part(state_dict, numbers, self._owned))
         else:

@@ -57,8 +57,8 @@ def refuse_missing(
         if missing:
             raise ValueError(
                 f"the state dict has no state for {len(missing)} of the {len(saved['params'])} parameters of group "
-                f"{group}, the first is {specs[missing[0]].name!r}: load the whole state dict, which state_dict() gives "
-                "after consolidate_state_dict() on all ranks; or pass allow_missing=True, if these never had a "
+                f"{group}, the first is {specs[missing[0]].name!r}: load the whole one, which state_dict() gives after "
+                "consolidate_state_dict() on all ranks; or pass allow_missing=True, if these never had a "
                 "gradient where it was saved, and their state may start anew"
             )
 
