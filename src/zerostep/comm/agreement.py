@@ -30,7 +30,7 @@ _TEXT_INTS = 64  # longer texts are cut: all ranks must gather equally many inte
 _REMEDY = "build the optimizer from the same parameters, in the same order and with the same options, on every rank"
 # A peer's error is raised as the same class if it is one of these, else as RuntimeError.
 _SAME_CLASS: dict[str, type[Exception]] = {
-    error_class.__name__: error_class for error_class in (ValueError, TypeError, KeyError, CheckpointError)
+    error_class.__name__: error_class for error_class in (ValueError, TypeError, KeyError, MemoryError, CheckpointError)
 }
 
 

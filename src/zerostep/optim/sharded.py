@@ -35,6 +35,7 @@ from zerostep.plan.buckets import extend
 from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_shared_memory, refuse_sparse
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
+from zerostep.state.audit import Audits, AuditSubject
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
@@ -80,9 +81,11 @@ class ShardedOptimizer(PartitionedOptimizer):
             parameters, but at least 1 and at most 5; on an accelerator a 32nd, but at least 25 and at most 100.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
+            step or more later.
         **defaults: options for the inner optimizer.
 
-    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
+    The constructor, `step`, `audit`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
     collective: all ranks call them.
     """
 
@@ -104,6 +107,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduce_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
         verify: bool | int = False,
+        audit_every: int | None = None,
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
@@ -121,9 +125,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.everyone) as agreement:
+            self._audits = Audits(audit_every)
             self._build(params, verify)
             broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
-            agreement.compare([*self._facts(broadcast), Fact("verify", repr(verify))])
+            extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
+            agreement.compare([*self._facts(broadcast), *extra])
             samples = self._sample_unnamed()
         samples.compare(self._ranks.everyone, must_be_equal=False)
         self._start()
@@ -320,6 +326,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             self._training.engine.settle()  # a pass of gradients that were set by hand is an event of its own
             self._join.step()
         self._training.run(joining=self._join_config.enable)
+        self._audit_after_step(self._training.count)
         return None if closure is None else closure()
 
     def _refuse_step_without_sync(self) -> None:
@@ -405,8 +412,23 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return self._state.consolidated(self._all_state_dicts)
 
-    def _load_whole(self, state_dict: StateDict) -> None:
-        self._state.load_whole(state_dict)
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
+        self._state.load_whole(state_dict, allow_missing)
+
+    def _audit_subject(self) -> AuditSubject:
+        self._training.ensure_complete()
+        buckets = self._training.engine.buckets
+        buckets.follow_params()
+        return AuditSubject(
+            everyone=self._ranks.everyone,
+            positions=self._ranks.positions,
+            specs=self._layout.params,
+            params=buckets.params,
+            groups=self.param_groups,
+            masters=buckets.masters(),
+            param_states=self._state.leaves.param_states,
+            step=self._training.count,
+        )
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
@@ -427,6 +449,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             group_optimizer=self._state.group_optimizer,
             loads_whole_state=self._training.verifies,
             restore=self._restore,
+            begin_load=self._health.begin_shared_load,
             mark_broken=self._health.mark_broken,
         )
 
