@@ -49,6 +49,11 @@ class GroupOptions:
         return [Fact(f"{key} of group {index}", _text(self._now[index, key])) for index, key in sorted(self._now)]
 
 
+def options_digest(groups: Sequence[Group]) -> int:
+    """A positive number that differs where options of the groups differ, as far as they can be compared."""
+    return GroupOptions().begin_step(groups)
+
+
 def _comparable(groups: Sequence[Group]) -> Iterator[tuple[_Key, Any]]:
     for index, group in enumerate(groups):
         for key, value in own_options(group).items():
