@@ -45,6 +45,7 @@ from zerostep.step.initial_values import broadcast_facts, broadcast_values, tens
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_params import clear_grads
+from zerostep.step.place import Progress
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
@@ -224,7 +225,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduces = self._ddp is None or self._settings.reduction == "scatter"
         if self._ddp is None:
             broadcast_values(self._ranks, [tensor for _, tensor in self._tensors()])
-        engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer)
+        progress = Progress(self._health)
+        engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer, progress)
         members = [list[Tensor]() for _ in self.param_groups]
         for leaf in engine.buckets.bind_trainable():
             members[leaf.group].append(leaf.tensor)
@@ -234,10 +236,22 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._grad_source.extend(engine.buckets.params)
         groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
         self._training_step = TrainingStep(
-            engine, self._inners, groups, self._grad_source, self._saves, self._health, self._settings
+            engine,
+            self._inners,
+            groups,
+            self._grad_source,
+            self._saves,
+            self._settings,
+            progress,
+            weakly(self._holds_all),
         )
         self._state = ShardedState(self._training_step, self._inners, groups, self._planner, self._ranks)
         self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
+
+    def _holds_all(self) -> bool:
+        """Whether the model trains no parameter that this optimizer does not hold."""
+        known = set(map(id, self._all_params))
+        return all(id(param) in known for param in self._model.parameters() if param.requires_grad)
 
     def _make_grad_source(self, engine: Engine, reduces: bool) -> GradSource:
         if self._ddp is None:
@@ -245,7 +259,9 @@ class ShardedOptimizer(PartitionedOptimizer):
         return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
-        return ForwardHooks(self._model, self._training.engine.gathers, self._bucket_of())
+        return ForwardHooks(
+            self._model, self._training.engine.gathers, self._bucket_of(), weakly(self._training.read_status)
+        )
 
     def _bucket_of(self) -> dict[Tensor, int]:
         buckets = self._training.engine.buckets

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from zerostep.errors import StepMismatchError
+
 
 class Health:
     """Remembers a step that failed half-way; every public method that relies on the state calls `check` first."""
 
     def __init__(self) -> None:
         self._failure: str | None = None
-        self._loads = 0
+        self._loads = self._recoveries = 0
 
-    def mark_broken(self, description: str) -> RuntimeError:
+    def mark_broken(self, description: str, error_class: type[RuntimeError] = RuntimeError) -> RuntimeError:
         """Refuse everything until a state is loaded; the error to raise."""
         self._failure = description
-        return RuntimeError(f"{description}; restart from the last checkpoint on all ranks")
+        if issubclass(error_class, StepMismatchError):
+            self._loads = 0  # all ranks raise this, and all load: what one has loaded alone is over
+        return error_class(f"{description}; restart from the last checkpoint on all ranks")
 
     def mark_recovered(self) -> None:
         """A whole state was loaded."""
         self._failure = None
+        self._recoveries += 1
+
+    @property
+    def recoveries(self) -> int:
+        """How often a state was loaded, in whatever way; of this rank alone, not to be compared."""
+        return self._recoveries
 
     @property
     def loads(self) -> int:

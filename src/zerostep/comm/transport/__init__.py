@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.null import NullTransport
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import Transfer, finish_in_order
@@ -34,6 +35,7 @@ __all__ = [
     "GroupTransport",
     "Message",
     "NullTransport",
+    "PendingInts",
     "Transfer",
     "Transport",
     "connect",

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import Transfer, start, wait_all
 from zerostep.errors import TransportError
@@ -50,9 +51,9 @@ class CompanionTransport(BaseTransport):
         companion.all_gather_ints([0])
         return companion
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
         """Send every owner's part to every rank, through host memory."""
-        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], status, fingerprint)
+        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], row, fingerprint)
 
     def stream_ordered(self, device: torch.device) -> bool:
         """Never: waiting for Gloo blocks the host."""
@@ -68,6 +69,11 @@ class CompanionTransport(BaseTransport):
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """At once: whoever uses a companion waits for the others anyway."""
+        rows = self.all_gather_ints(values)
+        return PendingInts(lambda: rows)
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""
