@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import TAG_REDUCE, Exchange, HostExchange, StreamExchange
-from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, Transfer, Transport
+from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, Transfer, Transport, kind_of
 
 
 class _Done:
@@ -56,7 +56,7 @@ class SilentTransport(GroupTransport):
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Zeros for gradients; parameters stay as they are."""
-        return Transfer(_Done(), memory.zero_() if tag == TAG_REDUCE else memory, "")
+        return Transfer(_Done(), memory.zero_() if kind_of(tag) == TAG_REDUCE else memory, "")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         self.messages += 1

@@ -19,7 +19,7 @@ from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, StoredState, verify
 from zerostep.checkpoint.weights import apply_weights, check_weights
 from zerostep.comm.agreement import Fact, agreed
-from zerostep.comm.transport import NullTransport, connect
+from zerostep.comm.transport import NullTransport, calling, connect
 from zerostep.errors import CheckpointError
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.layout import ParamSpec
@@ -43,6 +43,7 @@ class Checkpoint:
     extras: tuple[Any, ...]
 
 
+@calling("load")
 def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None = None) -> Checkpoint:
     """Load a checkpoint that `save` wrote, at any world size. All ranks call it.
 
@@ -172,6 +173,7 @@ def _check_alike(ours: ParamSpec, theirs: ParamSpec) -> None:
 # ---------------------------------------------------------------------- the newest checkpoint
 
 
+@calling("latest")
 def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> Path | None:
     """Return the newest complete checkpoint in a directory, or `None`. All ranks call it if there is a process group.
 

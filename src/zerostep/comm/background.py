@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zerostep.comm.transport import Transport
+from zerostep.comm.transport import Transport, calling
 from zerostep.errors import CheckpointError, TransportError
 
 logger = logging.getLogger("zerostep")
@@ -82,7 +82,7 @@ class BackgroundSaves:
         if self._transports is None:
             self._transports = _Transports(self._everyone.companion(), self._everyone.companion())
         transport = self._transports.save
-        self._current = PendingSave(lambda: work(transport))
+        self._current = PendingSave(lambda: calling("a save in the background")(work)(transport))
         return self._current
 
     def raise_if_failed(self) -> None:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import Fact, agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
+from zerostep.comm.transport import calling
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
@@ -86,6 +87,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     # `None` while torch's constructor runs, which calls add_param_group.
     _training_step: TrainingStep | None = None
 
+    @calling("ShardedOptimizer()")
     def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
@@ -227,6 +229,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _current_groups(self) -> list[Group]:
         return self.param_groups
 
+    @calling("add_param_group")
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; what was there before stays where it is."""
         if self._training_step is None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
-from zerostep.comm.transport import BucketMemory, Transport, connect
+from zerostep.comm.transport import BucketMemory, Transport, calling, connect
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
@@ -71,6 +71,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     optim: Optimizer
 
+    @calling("ZeroRedundancyOptimizer()")
     def __init__(
         self,
         params: Any,
@@ -279,6 +280,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._owners is not self._prepared:
             self._prepare_memory()
 
+    @calling("add_param_group")
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; earlier parameters keep their owners."""
         if not getattr(self, "initialized", False):

@@ -21,10 +21,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from zerostep.comm.transport.calls import calling
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
+from zerostep.comm.transport.tags import kind_of, message_tag, wire_tag
 from zerostep.comm.transport.transfer import Transfer, finish_in_order
 
 __all__ = [
@@ -36,8 +38,12 @@ __all__ = [
     "NullTransport",
     "Transfer",
     "Transport",
+    "calling",
     "connect",
     "finish_in_order",
+    "kind_of",
+    "message_tag",
+    "wire_tag",
 ]
 
 

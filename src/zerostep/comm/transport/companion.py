@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
+from zerostep.comm.transport.rows import all_gather_rows
+from zerostep.comm.transport.tags import wire_tag
 from zerostep.comm.transport.transfer import Transfer, start, wait_all
 from zerostep.errors import TransportError
 
@@ -64,6 +66,9 @@ class CompanionTransport(BaseTransport):
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
+        return all_gather_rows(self._all_gather_row, values)
+
+    def _all_gather_row(self, values: Sequence[int]) -> list[list[int]]:
         row = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
@@ -86,12 +91,14 @@ class CompanionTransport(BaseTransport):
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending host memory to one rank."""
         data, description = as_bytes(memory), f"sending to rank {to}"
-        return start(lambda: self._gloo.send([data], to, tag), memory, description, self._unfinished)
+        number = wire_tag(tag, data.numel())
+        return start(lambda: self._gloo.send([data], to, number), memory, description, self._unfinished)
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into host memory from one rank."""
         data, description = as_bytes(memory), f"receiving from rank {source}"
-        return start(lambda: self._gloo.recv([data], source, tag), memory, description, self._unfinished)
+        number = wire_tag(tag, data.numel())
+        return start(lambda: self._gloo.recv([data], source, number), memory, description, self._unfinished)
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         data = as_bytes(memory)

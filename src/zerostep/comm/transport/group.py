@@ -16,6 +16,8 @@ from torch.distributed import distributed_c10d
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.protocol import TAG_DATA, Transport
+from zerostep.comm.transport.rows import all_gather_rows
+from zerostep.comm.transport.tags import wire_tag
 from zerostep.comm.transport.transfer import Transfer, start
 
 
@@ -44,6 +46,9 @@ class GroupTransport(BaseTransport):
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
+        return all_gather_rows(self._all_gather_row, values)
+
+    def _all_gather_row(self, values: Sequence[int]) -> list[list[int]]:
         row = torch.tensor(values, dtype=torch.int64, device=self.wire_device)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         call = partial(dist.all_gather, rows, row, async_op=True)
@@ -78,12 +83,14 @@ class GroupTransport(BaseTransport):
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending `memory` to one rank."""
-        call = partial(dist.isend, as_bytes(memory), group_dst=to, tag=tag)
+        data = as_bytes(memory)
+        call = partial(dist.isend, data, group_dst=to, tag=wire_tag(tag, data.numel()))
         return self._start(call, memory, f"sending to rank {to} of {self.world_size}")
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into `memory` from one rank."""
-        call = partial(dist.irecv, as_bytes(memory), group_src=source, tag=tag)
+        data = as_bytes(memory)
+        call = partial(dist.irecv, data, group_src=source, tag=wire_tag(tag, data.numel()))
         return self._start(call, memory, f"receiving from rank {source} of {self.world_size}")
 
     def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:

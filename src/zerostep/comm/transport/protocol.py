@@ -68,13 +68,16 @@ class Transport(Protocol):
         """Whether `gather` of these buckets exchanges statuses: only where hosts wait for each other anyway."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers, by rank; all ranks give equally many."""
+        """Every rank's integers, by rank; all ranks give equally many, and are in the same call: see `calling`."""
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
-        """Start sending contiguous `memory`, on the wire device, to one rank; messages of one tag keep their order."""
+        """Start sending contiguous `memory`, on the wire device, to one rank.
+
+        Messages of one tag and one length keep their order; those of another tag or length are never taken for them.
+        """
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""
