@@ -19,7 +19,8 @@ from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, StoredState, verify
 from zerostep.checkpoint.weights import apply_weights, check_weights
 from zerostep.comm.agreement import Fact, agreed
-from zerostep.comm.transport import NullTransport, calling, connect
+from zerostep.comm.stall_watch import stall_limit, watch
+from zerostep.comm.transport import NullTransport, calling, connect, control_of
 from zerostep.errors import CheckpointError
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.layout import ParamSpec
@@ -182,6 +183,8 @@ def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None
     """
     group = process_group if process_group is not None or not dist.is_initialized() else dist.group.WORLD
     transport = NullTransport() if group is None else connect(group)
+    watch(transport.presence, "zerostep", stall_limit("default"))
+    transport = control_of(transport)
     with agreed(transport) as agreement:
         newest = complete_in(Path(os.path.abspath(root)))[-1:]
         description = "".join(f"{path.name!r}, {manifest.id}" for path, manifest in newest) or "none"

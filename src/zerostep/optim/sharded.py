@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import Fact, agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
+from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import calling
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
@@ -78,6 +79,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             parameters, but at least 1 and at most 5; on an accelerator a 32nd, but at least 25 and at most 100.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
+        stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
+            times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
@@ -103,6 +106,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduce_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
         verify: bool | int = False,
+        stall_seconds: float | str | None = "default",
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
@@ -110,16 +114,19 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._planner = LayoutPlanner(
             optimizer_class, defaults, self._settings, model_positions(self._model.parameters())
         )
-        self._timer, self._health = PhaseTimer(), Health()
+        self._stall_seconds = stall_seconds
         self._all_state_dicts = []
         self._join: ShardedJoin | None = None
         self._join_contexts = 0
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks = resolve(wanted, _first_device(self._model))
-        self._saves = BackgroundSaves(self._ranks.everyone)
+        presence = self._ranks.everyone.presence
+        self._timer, self._health = PhaseTimer(presence), Health(presence.fail, presence.recover)
+        watch(presence, "ShardedOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken))
+        self._saves = BackgroundSaves(self._ranks.control)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
-        with agreed(self._ranks.everyone) as agreement:
+        with agreed(self._ranks.control) as agreement:
             self._build(params, verify)
             agreement.compare([*self._facts(), Fact("verify", repr(verify))])
         self._start()
@@ -133,6 +140,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _build(self, params: Any, verify: bool | int) -> None:
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
         self._settings.check()
+        check_stall_seconds(self._stall_seconds)
         if self._settings.update == "backward":
             self._refuse_for_backward(verify)
         given = normalise(list(self._model.named_parameters()) if params is None else params)
@@ -237,7 +245,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             return
         before = len(self.param_groups), self._layout
         try:
-            with agreed(self._ranks.everyone) as agreement:
+            with agreed(self._ranks.control) as agreement:
                 self._append(param_group)
                 # Buckets in flight are those that all ranks have: with a further one, passes would not match.
                 passes = self._training.engine.iteration.passes
@@ -311,6 +319,10 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_usable(self) -> None:
         self._training.check_usable()
 
+    def _mark_broken(self, description: str) -> None:
+        """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        self._health.mark_broken(description)
+
     # ------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -383,7 +395,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
         return OptimizerView(
-            everyone=self._ranks.everyone,
+            everyone=self._ranks.control,
             rank=self.rank,
             writes=self._ranks.replicas.rank == 0,
             layout=self._layout,

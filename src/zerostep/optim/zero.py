@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
-from zerostep.comm.transport import BucketMemory, Transport, calling, connect
+from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
+from zerostep.comm.transport import BucketMemory, Transport, calling, connect, control_of
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
@@ -63,6 +64,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
             view of it. Saves the copies into and out of the transfer, at the price of changed storage.
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
+        stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
+            times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
@@ -79,17 +82,24 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        *,
+        stall_seconds: float | str | None = "default",
         **defaults: Any,
     ) -> None:
         groups, error = _normalised(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
-        self._saves = BackgroundSaves(self._transport)
+        watch(
+            self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken)
+        )
+        self._control = control_of(self._transport)
+        self._saves = BackgroundSaves(self._control)
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.world_size, self.rank = self._transport.world_size, self._transport.rank
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
+        self._stall_seconds = stall_seconds
         self._optimizer_class, self._class_options = optimizer_class, defaults
         self._all_state_dicts = []
         self._ownership: Ownership | None = None
@@ -99,8 +109,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._join: JoinProtocol | None = None
         self._join_hook: ZeroJoinHook | None = None
         self._steps, self._state_exists = 0, False
-        self._health = Health()
-        with agreed(self._transport) as agreement:
+        self._health = Health(self._transport.presence.fail, self._transport.presence.recover)
+        with agreed(self._control) as agreement:
             if error is not None:
                 raise error
             self._build(groups, optimizer_class, defaults)
@@ -109,6 +119,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self.initialized = True
 
     def _build(self, groups: list[Group], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
+        check_stall_seconds(self._stall_seconds)
         _check_class(optimizer_class, self._overlap_with_ddp)
         Joinable.__init__(self)
         self._not_joining = self._join_config
@@ -197,9 +208,28 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)
             self._join.step()
-        loss = self._step_and_sync(closure, kwargs)
+        with self._present():
+            loss = self._step_and_sync(closure, kwargs)
         self._snapshot_in_join()
         return loss
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Tell the stall report when a step begins and ends."""
+        presence, before = self._transport.presence, self._steps
+        presence.begin_step()
+        try:
+            yield
+        finally:
+            presence.end_step(self._steps, complete=self._steps > before)
+        if self._steps > before and self._transport.stream_ordered(self.join_device):
+            event = torch.Event(self.join_device)
+            event.record()
+            presence.device_mark(event.query)
+
+    def _mark_broken(self, description: str) -> None:
+        """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        self._health.mark_broken(description)
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
         self._saves.raise_if_failed()
@@ -231,6 +261,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _gather(self, status: int) -> list[int]:
         try:
+            self._transport.presence.at("gather")
             with recorded_range("gather"):
                 return self._active_transport.gather(self._bucket_memories, status, self._owners.fingerprint)
         except Exception as error:
@@ -288,7 +319,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return
         before = len(self.param_groups)
         try:
-            with agreed(self._transport) as agreement:
+            with agreed(self._control) as agreement:
                 self._append_group(param_group)
                 agreement.compare(self._facts())
         except Exception:
@@ -349,6 +380,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _end_step_in_backward(self) -> None:
         self._steps, self._state_exists = self._steps + 1, True
+        self._transport.presence.end_step(self._steps)
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:
@@ -366,7 +398,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _collect_state(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
-        return collect(self._transport, self.optim, self._inner_index, to)
+        return collect(self._control, self.optim, self._inner_index, to)
 
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
@@ -380,7 +412,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._refuse_joining()
         state = self._zero_state
         return OptimizerView(
-            everyone=self._transport,
+            everyone=self._control,
             rank=self.rank,
             writes=True,
             layout=self._owners.layout,
@@ -411,6 +443,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._state_exists, self._steps = bool(saved), step
             self._all_state_dicts = []
             self._health.mark_recovered()
+            self._transport.presence.restart(step)
 
         return apply
 
@@ -427,7 +460,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._join is None:
             self._join = JoinProtocol(
-                self, self._transport, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
+                self, self._control, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
             )
         self._join.end()
         shadow = ZeroShadow(
@@ -448,7 +481,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _shadow_step(self) -> None:
         self._check_usable()
-        self._step_and_sync(None, {})
+        with self._present():
+            self._step_and_sync(None, {})
 
     def _trained_by(self, module: nn.Module) -> bool:
         return not {id(param) for param in module.parameters()}.isdisjoint(map(id, self._all_params))

@@ -121,6 +121,7 @@ class OverlapPipeline:
         if not failed_before:
             with recorded_range("update", arrived.index), stepping_in_backward():
                 self._try_update(arrived, reduced, wanted)
+        transport.presence.at("gather", arrived.index)
         with recorded_range("gather", arrived.index):
             status = _UPDATED if self._error is None else _FAILED
             statuses = transport.gather(arrived.plan.memories, status, arrived.plan.fingerprint)

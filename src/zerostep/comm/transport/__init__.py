@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from zerostep.comm.transport.calls import calling
 from zerostep.comm.transport.companion import CompanionTransport
+from zerostep.comm.transport.control import control_of
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.null import NullTransport
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
 from zerostep.comm.transport.tags import kind_of, message_tag, wire_tag
 from zerostep.comm.transport.transfer import Transfer, finish_in_order
@@ -36,10 +38,12 @@ __all__ = [
     "GroupTransport",
     "Message",
     "NullTransport",
+    "Presence",
     "Transfer",
     "Transport",
     "calling",
     "connect",
+    "control_of",
     "finish_in_order",
     "kind_of",
     "message_tag",
@@ -47,8 +51,13 @@ __all__ = [
 ]
 
 
-def connect(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Transport:
-    """The transport of `group`, or of the whole world for `None`, for parameters on `device`."""
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device | None = None, presence: Presence | None = None
+) -> Transport:
+    """The transport of `group`, or of the whole world for `None`, for parameters on `device`.
+
+    Its waits are told to `presence`, by default to one of its own.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "no process group exists yet: call torch.distributed.init_process_group() before building the optimizer"
@@ -57,4 +66,4 @@ def connect(group: dist.ProcessGroup | None, device: torch.device | None = None)
     assert group is not None
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group that it passed")
-    return NullTransport() if dist.get_world_size(group) == 1 else GroupTransport(group, device)
+    return NullTransport() if dist.get_world_size(group) == 1 else GroupTransport(group, device, presence)

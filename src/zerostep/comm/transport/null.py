@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import BucketMemory, Transport
 from zerostep.comm.transport.transfer import CompletedWork, Transfer
 from zerostep.errors import TransportError
@@ -17,6 +18,7 @@ class NullTransport:
 
     rank = 0
     world_size = 1
+    presence = Presence()
     wire_device = torch.device("cpu")
 
     def stream_ordered(self, device: torch.device) -> bool:

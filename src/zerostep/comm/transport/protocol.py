@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.transfer import Transfer
 
 TAG_DATA = 0x7A65
@@ -48,6 +49,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    presence: Presence
 
     @property
     def wire_device(self) -> torch.device:

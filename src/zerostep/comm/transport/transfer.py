@@ -13,41 +13,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.presence import Presence
 from zerostep.errors import TransportError
 
 # How long a transport that is dropped waits for its messages under way.
 _CLOSING_SECONDS = 10
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transfer:
     """A transfer under way. It keeps alive the memory that the backend still reads or writes.
 
     `unfinished` is the set, kept by a transport, of the transfers for which `wait` has not been called yet. It holds
-    this one too, so that dropping a transfer without waiting does not free its memory.
+    this one too, so that dropping a transfer without waiting does not free its memory. `errors` has the errors of the
+    transport so far; `presence` is told what this rank waits for.
     """
 
     work: Any
     memory: Tensor
     description: str
     unfinished: set[Transfer] | None = None
+    errors: list[str] | None = None
+    presence: Presence | None = None
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
         # Before the wait, which may raise: a failed transfer has nothing left to wait for.
         if self.unfinished is not None:
             self.unfinished.discard(self)
-        with _describing_errors(self.description):
-            self.work.wait()
+        presence = self.presence
+        if presence is None:
+            with _describing_errors(self.description, self.errors, None):
+                self.work.wait()
+            return self.memory
+        presence.begin_wait(self.description)
+        try:
+            with _describing_errors(self.description, self.errors, presence):
+                self.work.wait()
+        finally:
+            presence.end_wait()
         return self.memory
+
+    def noted_by(self, presence: Presence) -> Transfer:
+        """This transfer; whoever waits for it tells `presence`."""
+        self.presence = presence
+        return self
 
 
 def start(
-    call: Callable[[], Any], memory: Tensor, description: str, unfinished: set[Transfer] | None = None
+    call: Callable[[], Any],
+    memory: Tensor,
+    description: str,
+    unfinished: set[Transfer] | None = None,
+    errors: list[str] | None = None,
+    presence: Presence | None = None,
 ) -> Transfer:
     """Start a transfer. A peer that is lost by now raises here, one that is lost later in `Transfer.wait`."""
-    with _describing_errors(description), _unrecorded(memory):
-        transfer = Transfer(call(), memory, description, unfinished)
+    with _describing_errors(description, errors, presence), _unrecorded(memory):
+        transfer = Transfer(call(), memory, description, unfinished, errors, presence)
     if unfinished is not None:
         unfinished.add(transfer)
     return transfer
@@ -93,12 +116,15 @@ def wait_all(transfers: set[Transfer]) -> None:
 
 
 @contextmanager
-def _describing_errors(description: str) -> Iterator[None]:
+def _describing_errors(description: str, errors: list[str] | None, presence: Presence | None) -> Iterator[None]:
     """Raise a backend's errors as `TransportError` with `description`, which names the rank: theirs name a socket."""
     try:
         yield
     except RuntimeError as error:
-        raise TransportError(f"{description} failed: {error}") from error
+        if errors is not None:
+            errors.append(description)
+        known = "" if presence is None else presence.lost(description)
+        raise TransportError(f"{description} failed: {error}{known}") from error
 
 
 class FirstError:
