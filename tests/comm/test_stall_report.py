@@ -76,7 +76,9 @@ class Training:
     def call(self, name: str) -> None:
         calls: dict[str, Callable[[], object]] = {
             "step": lambda: self.train(1),
-            "add_param_group": lambda: self.optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(3)))]}),
+            "add_param_group": lambda: self.optimizer.add_param_group(
+                {"params": [("more", nn.Parameter(torch.ones(3)))]}
+            ),
             "save": lambda: zerostep.save(self.directory / "one", self.optimizer),
             "load": lambda: zerostep.load(self.directory / "zero", self.optimizer),
             "latest": lambda: zerostep.latest(self.directory, self.group),

@@ -322,7 +322,7 @@ def _notes_about(board: Board, seat: _Seat, presence: Presence) -> dict[int, Not
         entries = notes.get(global_rank, {}).get("entries", [])
         same = [each for each in entries if _identity(each) == [seat.label, seat.number, list(presence.ranks)]]
         if entries:
-            found[rank] = (same or entries)[0]
+            found[rank] = (same or entries)[-1]  # of other optimizers, the newest
     return found
 
 

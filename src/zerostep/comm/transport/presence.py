@@ -31,11 +31,9 @@ class Place(NamedTuple):
         return f"in step {self.steps + 1}" + (f", {self.phase}{bucket}" if self.phase else "")
 
 
-class Wait(NamedTuple):
-    """One thread waits for a transfer. A new object for every wait: as long as it stays, nothing has moved."""
-
-    transfer: str
-    place: Place
+# One thread waits: the transfer, and the fields of its place. A plain tuple, because it is made for every transfer, and a
+# new object for every wait: as long as it stays, nothing has moved.
+Wait = tuple[str, str, int, str, int | None]
 
 
 class Failure(NamedTuple):
@@ -60,7 +58,8 @@ class Presence:
         self.failure: Failure | None = None
         self.unfinished: Callable[[], bool] | None = None  # whether the device has not finished a step
         self._stepping = 0
-        self._phase, self._bucket = "", None
+        self._phase = ""
+        self._bucket: int | None = None
         self._tell: Callable[[Presence], str] | None = None
 
     def introduce(self, label: str, tell: Callable[[Presence], str] | None) -> None:
@@ -72,8 +71,7 @@ class Presence:
     def begin_wait(self, transfer: str) -> None:
         """This thread waits for a transfer."""
         self.ticks += 1
-        place = Place(current_call(), self.steps, self._phase, self._bucket)
-        self.waits[get_ident()] = Wait(transfer, place)
+        self.waits[get_ident()] = (transfer, current_call(), self.steps, self._phase, self._bucket)
 
     def end_wait(self) -> None:
         """This thread waits no more."""
@@ -83,7 +81,7 @@ class Presence:
     def at(self, phase: str, bucket: int | None = None) -> None:
         """A phase of a step begins."""
         self.ticks += 1
-        self._phase, self._bucket = phase, bucket  # type: ignore[assignment]
+        self._phase, self._bucket = phase, bucket
 
     def begin_step(self) -> None:
         """`step()` was called, or an update begins inside backward."""
@@ -139,14 +137,14 @@ class Presence:
         """Where this rank is now, if it is inside of zerostep."""
         wait = self.oldest_wait()
         if wait is not None:
-            return wait.place
+            return Place(*wait[1:])
         return Place(next(iter(all_calls()), ""), self.steps, self._phase, self._bucket)
 
     def describe(self) -> str:
         """Where this rank is now, in words."""
         wait = self.oldest_wait()
         if wait is not None:
-            return f"{wait.place}, {wait.transfer}"
+            return f"{Place(*wait[1:])}, {wait[0]}"
         if self._stepping or all_calls():
             return f"{self.place()}, not waiting"
         return f"outside of zerostep, after step {self.steps}"

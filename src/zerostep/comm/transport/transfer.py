@@ -16,6 +16,7 @@ from torch import Tensor
 from zerostep.comm.transport.presence import Presence
 from zerostep.errors import TransportError
 
+_NOBODY = Presence()  # for transfers that belong to no optimizer
 # How long a transport that is dropped waits for its messages under way.
 _CLOSING_SECONDS = 10
 
@@ -34,7 +35,7 @@ class Transfer:
     description: str
     unfinished: set[Transfer] | None = None
     errors: list[str] | None = None
-    presence: Presence | None = None
+    presence: Presence = _NOBODY
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
@@ -42,14 +43,11 @@ class Transfer:
         if self.unfinished is not None:
             self.unfinished.discard(self)
         presence = self.presence
-        if presence is None:
-            with _describing_errors(self.description, self.errors, None):
-                self.work.wait()
-            return self.memory
         presence.begin_wait(self.description)
         try:
-            with _describing_errors(self.description, self.errors, presence):
-                self.work.wait()
+            self.work.wait()
+        except RuntimeError as error:
+            raise _described(error, self.description, self.errors, presence) from error
         finally:
             presence.end_wait()
         return self.memory
@@ -66,7 +64,7 @@ def start(
     description: str,
     unfinished: set[Transfer] | None = None,
     errors: list[str] | None = None,
-    presence: Presence | None = None,
+    presence: Presence = _NOBODY,
 ) -> Transfer:
     """Start a transfer. A peer that is lost by now raises here, one that is lost later in `Transfer.wait`."""
     with _describing_errors(description, errors, presence), _unrecorded(memory):
@@ -116,15 +114,18 @@ def wait_all(transfers: set[Transfer]) -> None:
 
 
 @contextmanager
-def _describing_errors(description: str, errors: list[str] | None, presence: Presence | None) -> Iterator[None]:
+def _describing_errors(description: str, errors: list[str] | None, presence: Presence) -> Iterator[None]:
     """Raise a backend's errors as `TransportError` with `description`, which names the rank: theirs name a socket."""
     try:
         yield
     except RuntimeError as error:
-        if errors is not None:
-            errors.append(description)
-        known = "" if presence is None else presence.lost(description)
-        raise TransportError(f"{description} failed: {error}{known}") from error
+        raise _described(error, description, errors, presence) from error
+
+
+def _described(error: RuntimeError, description: str, errors: list[str] | None, presence: Presence) -> TransportError:
+    if errors is not None:
+        errors.append(description)
+    return TransportError(f"{description} failed: {error}{presence.lost(description)}")
 
 
 class FirstError:
