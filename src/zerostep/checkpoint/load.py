@@ -22,7 +22,7 @@ from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.stall_watch import stall_limit, watch
 from zerostep.comm.transport import NullTransport, calling, connect, control_of
 from zerostep.errors import CheckpointError
-from zerostep.optim.view import OptimizerView, view_of
+from zerostep.optim.view import OptimizerView, applying, view_of
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.consolidate import pack_groups
 
@@ -83,15 +83,10 @@ def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None
         saved = {index: state for index, state in states.items() if state.names()}
         chosen = [dict(group.options) for group in reader.manifest.groups]
         commit = view.restore(saved, reader.global_state(), chosen, reader.manifest.step)
-    try:
-        with agreed(view.everyone):
-            if model is not None:
-                apply_weights(reader, model)
-            commit()
-    except BaseException as error:
-        # Raised on every rank, wherever it failed: some ranks may have applied everything, others only a part.
-        view.mark_broken(f"loading {reader.path} failed half-way: {error}")
-        raise
+    with applying(view, f"loading {reader.path}"):
+        if model is not None:
+            apply_weights(reader, model)
+        commit()
 
 
 # ---------------------------------------------------------------------- matching parameters

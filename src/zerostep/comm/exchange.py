@@ -10,7 +10,7 @@ Memory given to an exchange belongs to it until `finish()` or `wait()` has retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport, message_tag
+from zerostep.comm.transport import GroupTransport, NullTransport, PendingInts, Transfer, Transport, message_tag
 from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
@@ -46,17 +46,6 @@ class PendingGather(Protocol):
 
     def wait(self) -> object:
         """Return when all parts are in place; on an accelerator, when the current stream will see them in place."""
-
-
-@dataclass(frozen=True)
-class PendingInts:
-    """Integers in flight to every rank."""
-
-    read: Callable[[], list[list[int]]]
-
-    def wait(self) -> list[list[int]]:
-        """The integers of every rank, by rank."""
-        return self.read()
 
 
 class Exchange(Protocol):
@@ -197,7 +186,8 @@ class HostExchange:
             transfers.wait()
             return [rows[rank].tolist() for rank in range(self._world)]
 
-        return PendingInts(read)
+        # Gloo says that a message has come only to those who wait for it.
+        return PendingInts(read, is_done=lambda: False)
 
     def release_scratch(self) -> None:
         """Release the pools' free memory; what is in flight stays."""
@@ -327,15 +317,8 @@ class StreamExchange(_Unpooled):
         return self._transport.start_all_gather(memory, self._parts(memory, bucket))
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
-        """An all-reduce of a matrix with one row per rank, of which each rank fills its own."""
-        own = torch.tensor(
-            [[0] * len(values)] * self._rank + [list(values)] + [[0] * len(values)] * (self._world - self._rank - 1)
-        )
-        device = self._transport.wire_device
-        # Only from pinned memory is the copy asynchronous: from any other it would block the host.
-        rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
-        transfer = self._transport.start_all_reduce(rows)
-        return PendingInts(lambda: transfer.wait().tolist())
+        """In stream order, as everything here."""
+        return self._transport.start_all_gather_ints(values)
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor] | None:
         """Every rank's part; `None` if they are equally long and fill the memory, so that no view needs to be made."""

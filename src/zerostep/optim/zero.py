@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import agreed, facts_of
+from zerostep.comm.agreement import AllGather, Fact, agreed, describe_error, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import BucketMemory, Transport, calling, connect, control_of
+from zerostep.comm.value_samples import ValueSamples
+from zerostep.errors import StepMismatchError
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
@@ -39,18 +41,21 @@ from zerostep.plan.groups import (
     refuse_sparse,
 )
 from zerostep.plan.ownership import Ownership
+from zerostep.state.audit import Audits, AuditSubject
 from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
+from zerostep.state.missing import refuse_missing
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
 from zerostep.step.labels import recorded_range
+from zerostep.step.late_rows import LateRows
 from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapHost, OverlapState
+from zerostep.step.place import NONE, OWN, SOME, UNKNOWN, Place, Progress
+from zerostep.step.step_status import FAILED, UPDATED, PeerFailedError, compare_status
 from zerostep.step.weak import weakly
 
 logger = logging.getLogger("zerostep")
-
-_UPDATED, _FAILED = 0, 1
 
 
 class ZeroRedundancyOptimizer(PartitionedOptimizer):
@@ -64,6 +69,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
             view of it. Saves the copies into and out of the transfer, at the price of changed storage.
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
+            step or more later. With `overlap_with_ddp=True` the audit is made as the next backward pass begins.
         stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
             times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
@@ -82,6 +89,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        audit_every: int | None = None,
         *,
         stall_seconds: float | str | None = "default",
         **defaults: Any,
@@ -105,16 +113,23 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
         self._bucket_memories: list[BucketMemory] = []
-        self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
         self._join: JoinProtocol | None = None
         self._join_hook: ZeroJoinHook | None = None
         self._steps, self._state_exists = 0, False
         self._health = Health(self._transport.presence.fail, self._transport.presence.recover)
+        self._progress, self._late = Progress(self._health), LateRows()
+        self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
         with agreed(self._control) as agreement:
             if error is not None:
                 raise error
+            self._audits = Audits(audit_every)
             self._build(groups, optimizer_class, defaults)
-            agreement.compare(self._facts())
+            agreement.compare([*self._facts(), Fact("audit_every", repr(audit_every))])
+            samples = self._sample_values(first=0)
+        samples.compare(self._control, must_be_equal=True)
+        # Steps inside backward run beside DDP's messages, and audits of them too.
+        overlapped = overlap_with_ddp and audit_every is not None and self.world_size > 1
+        self._audit_transport = self._transport.companion() if overlapped else self._transport
         self._prepare_memory()
         self.initialized = True
 
@@ -210,6 +225,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._join.step()
         with self._present():
             loss = self._step_and_sync(closure, kwargs)
+        self._audit_after_step(self._steps)
         self._snapshot_in_join()
         return loss
 
@@ -231,12 +247,15 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
         self._health.mark_broken(description)
 
-    def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+    def _step_and_sync(self, closure: Any, kwargs: dict[str, Any], joined: bool = False) -> Any:
         self._saves.raise_if_failed()
+        self._late.check()
         self._follow_parameters()
+        self._progress.begin_step(self.param_groups)
+        gradients = self._gradients()
         with self._failing_together(closure):
             loss = self._local_step(closure, **kwargs)
-        self._sync_params()
+        self._sync_params(joined, max(gradients, self._gradients()))
         return loss
 
     def _local_step(self, closure: Any = None, **kwargs: Any) -> Any:
@@ -249,23 +268,66 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
-    def _sync_params(self) -> None:
-        """The second half of a step: send every owner's parameters to all ranks."""
-        statuses = self._gather(_UPDATED)
-        failed = [rank for rank, status in enumerate(statuses) if status != _UPDATED]
-        if failed:
-            raise self._fail(
-                f"rank {failed[0]} failed in its local update, so its parameters are those of the step before"
-            )
-        self._steps, self._state_exists = self._steps + 1, True
+    def _gradients(self) -> int:
+        """Whether this rank has gradients: for a parameter of another rank, only for its own, or none."""
+        own = False
+        for param, rank in self._param_to_rank.items():
+            if param.grad is not None:
+                if rank != self.rank:
+                    return SOME
+                own = True
+        # A rank that owns nothing needs no gradient. Nor has every rank some where gradients are reduced to owners.
+        return OWN if own or not any(param.requires_grad for param in self._owners.owned(self.rank)) else NONE
 
-    def _gather(self, status: int) -> list[int]:
+    def _sync_params(self, joined: bool = False, gradients: int = UNKNOWN) -> None:
+        """The second half of a step: send every owner's parameters to all ranks."""
+        with self._marking_broken():
+            rows = self._gather(UPDATED, self._progress.place(gradients, joined))
+            self._check_rows(rows, self._active_transport.all_gather_ints, None)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._steps, self._state_exists = self._steps + 1, True
+        self._progress.end_step(self.param_groups)
+
+    def _gather(self, status: int, place: Place) -> list[list[int]]:
+        """Send all parameters to all ranks; the statuses and places of those that are known by now."""
+        transport, row = self._active_transport, [status, *place.to_ints()]
         try:
             self._transport.presence.at("gather")
             with recorded_range("gather"):
-                return self._active_transport.gather(self._bucket_memories, status, self._owners.fingerprint)
+                rows = transport.gather(self._bucket_memories, row, self._owners.fingerprint)
+                if transport.exchanges_status(self._bucket_memories):
+                    return rows
+                self._late.add(transport.start_all_gather_ints(row), weakly(self._check_late))
+                return []
         except Exception as error:
             raise self._fail(f"the exchange of parameters failed: {error}") from error
+
+    def _check_rows(self, rows: Sequence[Sequence[int]], ask: AllGather | None, error: BaseException | None) -> None:
+        """Raise if some rank has failed, or is not in the same place; `error` is that of this rank's own update.
+
+        `ask` gathers integers of all ranks, if all are at this point.
+        """
+        try:
+            compare_status(rows, self._steps - self._progress.steps, self._progress.facts, ask, error)
+        except (PeerFailedError, StepMismatchError) as found:
+            raise self._fail(
+                str(found), StepMismatchError if isinstance(found, StepMismatchError) else RuntimeError
+            ) from found
+
+    def _check_late(self, rows: Sequence[Sequence[int]]) -> None:
+        self._check_rows(rows, None, None)
+
+    @contextmanager
+    def _marking_broken(self) -> Iterator[None]:
+        """An error of whatever kind leaves parameters and state of no step."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._health.broken:
+                self._fail(describe_error(error))
+            raise
 
     @contextmanager
     def _failing_together(self, closure: Any) -> Iterator[None]:
@@ -273,21 +335,29 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         versions = [param._version for param in all_params(self.optim.param_groups)] if closure is not None else []
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             # A closure may fail on one rank alone, while the others wait in theirs: a gather would wait for ever.
             in_closure = raised_in(closure, error)
-            if not in_closure and self._active_transport.exchanges_status(self._bucket_memories):
-                logger.error("the local update failed on rank %d: %s", self.rank, error)
-                self._gather(_FAILED)
+            if not in_closure:
+                self._tell(error)
             if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:
-                self._health.mark_broken(
-                    f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
+                told = self._health.mark_broken(
+                    f"the local update of step {self._steps + 1} failed on rank {self.rank}: {describe_error(error)}"
                 )
+                error.add_note(f"zerostep: {told}")
             raise
 
-    def _fail(self, description: str) -> RuntimeError:
+    def _tell(self, error: BaseException) -> None:
+        """Let the others end their step, and tell them why."""
+        logger.error("the local update of step %d failed on rank %d: %s", self._steps + 1, self.rank, error)
+        with suppress(RuntimeError):  # what has failed first is told
+            rows = self._gather(FAILED, self._progress.place(UNKNOWN))
+            self._check_rows(rows, self._active_transport.all_gather_ints, error)
+
+    def _fail(self, description: str, error_class: type[RuntimeError] = RuntimeError) -> RuntimeError:
         """Refuse further steps, because parameters and state are from different ones; the error to raise."""
-        return self._health.mark_broken(f"step {self._steps + 1} failed on rank {self.rank}: {description}")
+        told = f"step {self._steps + 1} failed on rank {self.rank}: {description}"
+        return self._health.mark_broken(told, error_class)
 
     # ------------------------------------------------------------------ changed parameters, new groups
 
@@ -322,6 +392,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             with agreed(self._control) as agreement:
                 self._append_group(param_group)
                 agreement.compare(self._facts())
+                samples = self._sample_values(first=len(self._all_params) - len(self.param_groups[-1]["params"]))
+            samples.compare(self._control, must_be_equal=True)
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
@@ -342,6 +414,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _facts(self) -> list[Any]:
         specs = self._owners.layout.params
         return facts_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
+
+    def _sample_values(self, first: int) -> ValueSamples:
+        """Samples of the parameters from number `first` on: those before may differ, if replicas were never equal."""
+        titles = [f"parameter {index} ({spec.name!r})" for index, spec in enumerate(self._owners.layout.params)]
+        return ValueSamples(titles[first:], self._all_params[first:])
 
     @staticmethod
     def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:
@@ -370,16 +447,30 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._transport,
             owners=weakly(self._current_owners),
             check_usable=weakly(self._check_usable),
-            raise_if_save_failed=self._saves.raise_if_failed,
+            check_healthy=self._health.check,
+            raise_if_save_failed=weakly(self._begin_step_in_backward),
             fail=weakly(self._fail),
             step_done=weakly(self._end_step_in_backward),
+            progress=self._progress,
+            late=self._late,
+            check_late=weakly(self._check_late),
+            steps=weakly(self._count),
         )
+
+    def _count(self) -> int:
+        return self._steps
 
     def _current_owners(self) -> Ownership:
         return self._owners
 
+    def _begin_step_in_backward(self) -> None:
+        """Raise what a save or an audit has found; parameters are still those of the step before."""
+        self._saves.raise_if_failed()
+        if self._steps:
+            self._audit_after_step(self._steps)
+
     def _end_step_in_backward(self) -> None:
-        self._steps, self._state_exists = self._steps + 1, True
+        self._end_step()
         self._transport.presence.end_step(self._steps)
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
@@ -403,9 +494,37 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
 
-    def _load_whole(self, state_dict: StateDict) -> None:
-        self._zero_state.load_whole(state_dict, self.state, self._has_state)
+    def _check_usable(self) -> None:
+        if self._overlap_state is not None:
+            self._overlap_state.mark_if_half_done()
+        super()._check_usable()
+
+    def _forget_failed_step(self) -> None:
+        """A state is loaded: nothing of earlier steps counts any more."""
+        self._late.drop()
+        if self._overlap_state is not None:
+            self._overlap_state.forget_iteration()
+
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
+        state, owners = self._zero_state, self._owners
+        numbers = state.check(state_dict, self.state)
+        if not allow_missing:
+            refuse_missing(state_dict, numbers, owners.layout.params, owners.params, self._group_optimizer)
+        state.load_whole(state_dict, numbers, self._has_state)
         self._state_exists = bool(state_dict["state"])
+        self._forget_failed_step()
+
+    def _audit_subject(self) -> AuditSubject:
+        return AuditSubject(
+            everyone=self._audit_transport,
+            positions=range(self.world_size),
+            specs=self._owners.layout.params,
+            params=self._owners.params,
+            groups=self.param_groups,
+            masters=(),
+            param_states=tuple,
+            step=self._steps,
+        )
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
@@ -427,6 +546,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             group_optimizer=self._group_optimizer,
             loads_whole_state=False,
             restore=self._restore,
+            begin_load=self._health.begin_shared_load,
             mark_broken=self._health.mark_broken,
         )
 
@@ -442,6 +562,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             replace()
             self._state_exists, self._steps = bool(saved), step
             self._all_state_dicts = []
+            self._forget_failed_step()
             self._health.mark_recovered()
             self._transport.presence.restart(step)
 
@@ -482,7 +603,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _shadow_step(self) -> None:
         self._check_usable()
         with self._present():
-            self._step_and_sync(None, {})
+            self._step_and_sync(None, {}, joined=True)
 
     def _trained_by(self, module: nn.Module) -> bool:
         return not {id(param) for param in module.parameters()}.isdisjoint(map(id, self._all_params))

@@ -25,6 +25,7 @@ from zerostep.comm.transport.calls import calling
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.control import control_of
 from zerostep.comm.transport.group import GroupTransport
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.null import NullTransport
 from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
@@ -38,6 +39,7 @@ __all__ = [
     "GroupTransport",
     "Message",
     "NullTransport",
+    "PendingInts",
     "Presence",
     "Transfer",
     "Transport",

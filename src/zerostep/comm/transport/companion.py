@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
 from zerostep.comm.transport.rows import all_gather_rows
@@ -64,9 +65,9 @@ class CompanionTransport(BaseTransport):
         companion.all_gather_ints([0])
         return companion
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
         """Send every owner's part to every rank, through host memory."""
-        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], status, fingerprint)
+        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], row, fingerprint)
 
     def stream_ordered(self, device: torch.device) -> bool:
         """Never: waiting for Gloo blocks the host."""
@@ -91,6 +92,11 @@ class CompanionTransport(BaseTransport):
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         description = f"the all-gather of {self.world_size} ranks"
         return self._start(lambda: self._gloo.allgather([rows], [row]), row, description), rows
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """At once: whoever uses a companion waits for the others anyway."""
+        rows = self.all_gather_ints(values)
+        return PendingInts(lambda: rows)
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from zerostep.comm.transport.base import BaseTransport
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.group import GroupTransport
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.protocol import TAG_DATA, Transport
 from zerostep.comm.transport.rows import all_gather_rows
 from zerostep.comm.transport.transfer import Transfer
@@ -74,6 +75,11 @@ class ControlTransport(BaseTransport):
         transfer, rows = self._current().start_all_gather_row(values)
         transfer.noted_by(self.presence).wait()
         return torch.stack(rows).tolist()
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """At once: whoever uses control traffic waits for the others anyway."""
+        rows = self.all_gather_ints(values)
+        return PendingInts(lambda: rows)
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending host memory to one rank."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.companion import CompanionTransport, connect_companion
+from zerostep.comm.transport.ints import PendingInts, ints_on_device, ints_on_host
 from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import TAG_DATA
 from zerostep.comm.transport.rows import all_gather_rows
@@ -61,6 +62,20 @@ class GroupTransport(BaseTransport):
         call = partial(dist.all_gather, rows, row, async_op=True)
         self._start(call, row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """An all-reduce of a matrix with one row per rank, of which each rank fills its own; in stream order."""
+        own = torch.zeros(self.world_size, len(values), dtype=torch.int64)
+        own[self.rank] = torch.tensor(values, dtype=torch.int64)
+        if self.wire_device.type == "cpu":
+            return ints_on_host(self.start_all_reduce(own))
+        # Only from pinned memory is the copy asynchronous: from any other it would block the host.
+        rows = own.pin_memory().to(self.wire_device, non_blocking=True)
+        return ints_on_device(self.start_all_reduce(rows), self._ints_stream)
+
+    @cached_property
+    def _ints_stream(self) -> torch.Stream:
+        return torch.Stream(self.wire_device)
 
     def start_reduce_scatter(self, output: Tensor, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
         """Start summing every rank's `parts` of `memory`, each to its rank's `output`; in stream order.

@@ -31,8 +31,8 @@ class Place(NamedTuple):
         return f"in step {self.steps + 1}" + (f", {self.phase}{bucket}" if self.phase else "")
 
 
-# One thread waits: the transfer, and the fields of its place. A plain tuple, because it is made for every transfer, and a
-# new object for every wait: as long as it stays, nothing has moved.
+# One thread waits: the transfer and the fields of its place. A plain tuple, because one is made for every transfer, and
+# a new object for every wait: as long as it stays, nothing has moved.
 Wait = tuple[str, str, int, str, int | None]
 
 

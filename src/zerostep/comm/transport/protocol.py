@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.transfer import Transfer
 
@@ -58,12 +59,12 @@ class Transport(Protocol):
     def stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a transfer of `device` memory only orders streams and never blocks the host."""
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
         """Send every owner's part to every rank.
 
-        If `exchanges_status`, the ranks first exchange `status` and `fingerprint`, a hash of what they are about to
-        send: the statuses of all ranks are returned, and a fingerprint that differs raises before any data is sent.
-        Otherwise only this rank's own status is returned.
+        If `exchanges_status`, the ranks first exchange `row`, their status in a few integers, and `fingerprint`, a hash
+        of what they are about to send: the rows of all ranks are returned, and a fingerprint that differs raises before
+        any data is sent. Otherwise only this rank's own row is returned.
         """
 
     def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
@@ -71,6 +72,9 @@ class Transport(Protocol):
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank; all ranks give equally many, and are in the same call: see `calling`."""
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """Start an all-gather of a few integers, without waiting for anyone; all ranks give equally many."""
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
