@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import GroupTransport, NullTransport, PendingInts, Transfer, Transport
+from zerostep.comm.transport import GroupTransport, NullTransport, PendingInts, Transfer, Transport, message_tag
 from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
@@ -164,7 +164,7 @@ class HostExchange:
         sources = [source for _, source in self._pairs()] if mine.numel() else []
         buffers = {source: self._receive_scratch.allocate(mine.numel(), mine.dtype) for source in sources}
         messages = [(parts[to], to, buffers.get(source), source) for to, source in self._pairs()]
-        transfers = self._start(messages, TAG_REDUCE)
+        transfers = self._start(messages, TAG_REDUCE, _number(bucket))
         return _HostReduce(self._rank, mine, buffers, transfers, memory.device, self._receive_scratch)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
@@ -172,7 +172,7 @@ class HostExchange:
         host = memory.cpu()
         parts = _parts(host, bucket)
         messages = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs()]
-        transfers = self._start(messages, _TAG_GATHER)
+        transfers = self._start(messages, _TAG_GATHER, _number(bucket))
         others = [(bucket.cuts[rank], parts[rank]) for rank in range(self._world) if rank != self._rank]
         return _HostGather(transfers, memory, [] if host is memory else others)
 
@@ -199,14 +199,18 @@ class HostExchange:
         for shift in range(1, self._world):
             yield (self._rank + shift) % self._world, (self._rank - shift) % self._world
 
-    def _start(self, messages: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Transfers:
+    def _start(
+        self, messages: Sequence[tuple[Tensor, int, Tensor | None, int]], kind: int, bucket: int = 0
+    ) -> _Transfers:
         """Post the receive of each pair before its send: this order must be the same on all ranks."""
         transfers = _Transfers(self._transport)
         for outgoing, to, buffer, source in messages:
-            for piece in _pieces(buffer):
+            for number, piece in enumerate(_pieces(buffer)):
+                tag = message_tag(kind, bucket, number)
                 self.bytes_received += piece.numel() * piece.element_size()
                 transfers.receives.setdefault(source, []).append(self._transport.start_receive(piece, source, tag))
-            for piece in _pieces(outgoing):
+            for number, piece in enumerate(_pieces(outgoing)):
+                tag = message_tag(kind, bucket, number)
                 transfers.sends.append(self._transport.start_send(piece, to, tag))
                 self.bytes_sent += piece.numel() * piece.element_size()
         return transfers
@@ -269,6 +273,11 @@ class _HostGather:
         self.transfers.wait()
         for start, part in self.staged:
             self.memory[start : start + part.numel()].copy_(part)
+
+
+def _number(bucket: Bucket) -> int:
+    """A number that no other bucket of the layout has: that of its first parameter."""
+    return bucket.slots[0].param if bucket.slots else 0
 
 
 def _parts(memory: Tensor, bucket: Bucket) -> list[Tensor]:

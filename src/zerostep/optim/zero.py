@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import AllGather, Fact, agreed, describe_error, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
-from zerostep.comm.transport import BucketMemory, Transport, connect
+from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
+from zerostep.comm.transport import BucketMemory, Transport, calling, connect, control_of
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.errors import StepMismatchError
 from zerostep.memory.bucket_memory import make_bucket_memories
@@ -70,6 +71,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
         audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
             step or more later. With `overlap_with_ddp=True` the audit is made as the next backward pass begins.
+        stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
+            times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
@@ -78,6 +81,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     optim: Optimizer
 
+    @calling("ZeroRedundancyOptimizer()")
     def __init__(
         self,
         params: Any,
@@ -86,17 +90,24 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         audit_every: int | None = None,
+        *,
+        stall_seconds: float | str | None = "default",
         **defaults: Any,
     ) -> None:
         groups, error = _normalised(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
-        self._saves = BackgroundSaves(self._transport)
+        watch(
+            self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken)
+        )
+        self._control = control_of(self._transport)
+        self._saves = BackgroundSaves(self._control)
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.world_size, self.rank = self._transport.world_size, self._transport.rank
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
+        self._stall_seconds = stall_seconds
         self._optimizer_class, self._class_options = optimizer_class, defaults
         self._all_state_dicts = []
         self._ownership: Ownership | None = None
@@ -105,17 +116,17 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._join: JoinProtocol | None = None
         self._join_hook: ZeroJoinHook | None = None
         self._steps, self._state_exists = 0, False
-        self._health = Health()
+        self._health = Health(self._transport.presence.fail, self._transport.presence.recover)
         self._progress, self._late = Progress(self._health), LateRows()
         self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
-        with agreed(self._transport) as agreement:
+        with agreed(self._control) as agreement:
             if error is not None:
                 raise error
             self._audits = Audits(audit_every)
             self._build(groups, optimizer_class, defaults)
             agreement.compare([*self._facts(), Fact("audit_every", repr(audit_every))])
             samples = self._sample_values(first=0)
-        samples.compare(self._transport, must_be_equal=True)
+        samples.compare(self._control, must_be_equal=True)
         # Steps inside backward run beside DDP's messages, and audits of them too.
         overlapped = overlap_with_ddp and audit_every is not None and self.world_size > 1
         self._audit_transport = self._transport.companion() if overlapped else self._transport
@@ -123,6 +134,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self.initialized = True
 
     def _build(self, groups: list[Group], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
+        check_stall_seconds(self._stall_seconds)
         _check_class(optimizer_class, self._overlap_with_ddp)
         Joinable.__init__(self)
         self._not_joining = self._join_config
@@ -211,10 +223,29 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)
             self._join.step()
-        loss = self._step_and_sync(closure, kwargs)
+        with self._present():
+            loss = self._step_and_sync(closure, kwargs)
         self._audit_after_step(self._steps)
         self._snapshot_in_join()
         return loss
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Tell the stall report when a step begins and ends."""
+        presence, before = self._transport.presence, self._steps
+        presence.begin_step()
+        try:
+            yield
+        finally:
+            presence.end_step(self._steps, complete=self._steps > before)
+        if self._steps > before and self._transport.stream_ordered(self.join_device):
+            event = torch.Event(self.join_device)
+            event.record()
+            presence.device_mark(event.query)
+
+    def _mark_broken(self, description: str) -> None:
+        """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        self._health.mark_broken(description)
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any], joined: bool = False) -> Any:
         self._saves.raise_if_failed()
@@ -263,6 +294,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Send all parameters to all ranks; the statuses and places of those that are known by now."""
         transport, row = self._active_transport, [status, *place.to_ints()]
         try:
+            self._transport.presence.at("gather")
             with recorded_range("gather"):
                 rows = transport.gather(self._bucket_memories, row, self._owners.fingerprint)
                 if transport.exchanges_status(self._bucket_memories):
@@ -349,6 +381,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._owners is not self._prepared:
             self._prepare_memory()
 
+    @calling("add_param_group")
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; earlier parameters keep their owners."""
         if not getattr(self, "initialized", False):
@@ -356,11 +389,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return
         before = len(self.param_groups)
         try:
-            with agreed(self._transport) as agreement:
+            with agreed(self._control) as agreement:
                 self._append_group(param_group)
                 agreement.compare(self._facts())
                 samples = self._sample_values(first=len(self._all_params) - len(self.param_groups[-1]["params"]))
-            samples.compare(self._transport, must_be_equal=True)
+            samples.compare(self._control, must_be_equal=True)
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
@@ -438,6 +471,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _end_step_in_backward(self) -> None:
         self._end_step()
+        self._transport.presence.end_step(self._steps)
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:
@@ -455,7 +489,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _collect_state(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
-        return collect(self._transport, self.optim, self._inner_index, to)
+        return collect(self._control, self.optim, self._inner_index, to)
 
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
@@ -497,7 +531,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._refuse_joining()
         state = self._zero_state
         return OptimizerView(
-            everyone=self._transport,
+            everyone=self._control,
             rank=self.rank,
             writes=True,
             layout=self._owners.layout,
@@ -530,6 +564,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._all_state_dicts = []
             self._forget_failed_step()
             self._health.mark_recovered()
+            self._transport.presence.restart(step)
 
         return apply
 
@@ -546,7 +581,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._join is None:
             self._join = JoinProtocol(
-                self, self._transport, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
+                self, self._control, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
             )
         self._join.end()
         shadow = ZeroShadow(
@@ -567,7 +602,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _shadow_step(self) -> None:
         self._check_usable()
-        self._step_and_sync(None, {}, joined=True)
+        with self._present():
+            self._step_and_sync(None, {}, joined=True)
 
     def _trained_by(self, module: nn.Module) -> bool:
         return not {id(param) for param in module.parameters()}.isdisjoint(map(id, self._all_params))

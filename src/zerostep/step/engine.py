@@ -24,7 +24,7 @@ from torch import Tensor
 from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
-from zerostep.comm.transport import PendingInts
+from zerostep.comm.transport import PendingInts, Presence
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
@@ -146,6 +146,11 @@ class Engine:
             plan = self._plan()
             self.reduction.extend(plan)
             self.sums.extend(plan)
+
+    @property
+    def presence(self) -> Presence:
+        """What the stall report knows of this rank."""
+        return self._ranks.everyone.presence
 
     @property
     def blocks_host(self) -> bool:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from zerostep.errors import StepMismatchError
 
 
-class Health:
-    """Remembers a step that failed half-way; every public method that relies on the state calls `check` first."""
+def _ignore(description: str) -> None:
+    """Nobody is told of failures."""
 
-    def __init__(self) -> None:
+
+def _do_nothing() -> None:
+    """Nobody is told of recoveries."""
+
+
+class Health:
+    """Remembers a step that failed half-way; every public method that relies on the state calls `check` first.
+
+    `on_broken` is told what has failed; `on_recovered` is called when a whole state was loaded.
+    """
+
+    def __init__(
+        self, on_broken: Callable[[str], None] = _ignore, on_recovered: Callable[[], None] = _do_nothing
+    ) -> None:
         self._failure: str | None = None
+        self._on_broken, self._on_recovered = on_broken, on_recovered
         self._loads = self._recoveries = 0
 
     def mark_broken(self, description: str, error_class: type[RuntimeError] = RuntimeError) -> RuntimeError:
         """Refuse everything until a state is loaded; the error to raise."""
         self._failure = description
+        self._on_broken(description)
         if issubclass(error_class, StepMismatchError):
             self._loads = 0  # all ranks raise this, and all load: what one has loaded alone is over
         return error_class(f"{description}; restart from the last checkpoint on all ranks")
@@ -22,6 +39,7 @@ class Health:
     def mark_recovered(self) -> None:
         """A whole state was loaded."""
         self._failure = None
+        self._on_recovered()
         self._recoveries += 1
 
     @property

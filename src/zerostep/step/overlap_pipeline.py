@@ -142,6 +142,7 @@ class OverlapPipeline:
         if not failed_before:
             with recorded_range("update", arrived.index), stepping_in_backward():
                 status = self._try_update(arrived, reduced, wanted)
+        transport.presence.at("gather", arrived.index)
         with recorded_range("gather", arrived.index):
             rows = transport.gather(arrived.plan.memories, self.row(status), arrived.plan.fingerprint)
         if not failed_before:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerostep.comm.agreement import describe_error
@@ -74,6 +75,25 @@ class TrainingStep:
 
         With `joined` it is a step of the others, on a rank that has no inputs left.
         """
+        with self._present():
+            self._run(joining, joined)
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Tell the stall report when a step begins and ends."""
+        presence, before = self._engine.presence, self.count
+        presence.begin_step()
+        try:
+            yield
+        finally:
+            presence.end_step(self.count, complete=self.count > before)
+        device = self._engine.buckets.params[0].device
+        if device.type != "cpu" and not self._engine.blocks_host:
+            event = torch.Event(device)
+            event.record()
+            presence.device_mark(event.query)
+
+    def _run(self, joining: bool, joined: bool) -> None:
         self.check_usable()
         self._saves.raise_if_failed()
         if self._settings.update == "step":
@@ -210,6 +230,7 @@ class TrainingStep:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
         self._inners.pull_options(self._groups())
         self._health.mark_recovered()
+        self._engine.presence.restart(self.count if count is None else count)
         self._engine.iteration.restart(count)
         self._has_state = has_state
 

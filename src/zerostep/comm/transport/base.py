@@ -13,6 +13,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import FirstError, Transfer, finish_in_order
 from zerostep.errors import TransportError
@@ -27,12 +28,15 @@ _BROADCASTS_IN_FLIGHT = 2
 class BaseTransport(Transport, ABC):
     """A transport that gathers host memory by messages and accelerator memory by broadcasts."""
 
+    presence = Presence()
+
     @abstractmethod
-    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer: ...
+    def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+        """Start overwriting `memory` with that of rank `source`."""
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` with that of rank `source`."""
-        self._start_broadcast(memory, source).wait()
+        self.start_broadcast(memory, source).wait()
 
     def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
         """Send every owner's part to every rank, bucket by bucket in the given order, and return the rows.
@@ -75,7 +79,7 @@ class BaseTransport(Transport, ABC):
         for owner in range(self.world_size):
             mine = owner == self.rank
             for message in bucket_memory.messages(owner):
-                transfer = self._start_broadcast(message.pack() if mine else message.buffer(), owner)
+                transfer = self.start_broadcast(message.pack() if mine else message.buffer(), owner)
                 yield partial(_finish_broadcast, None if mine else message, transfer)
 
     def _exchange_status(self, row: Sequence[int], fingerprint: int, errors: FirstError) -> list[list[int]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport.ints import PendingInts
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import BucketMemory, Transport
 from zerostep.comm.transport.transfer import CompletedWork, Transfer
 from zerostep.errors import TransportError
@@ -18,6 +19,7 @@ class NullTransport:
 
     rank = 0
     world_size = 1
+    presence = Presence()
     wire_device = torch.device("cpu")
 
     def stream_ordered(self, device: torch.device) -> bool:

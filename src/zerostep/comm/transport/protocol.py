@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport.ints import PendingInts
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.transfer import Transfer
 
 TAG_DATA = 0x7A65
@@ -49,6 +50,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    presence: Presence
 
     @property
     def wire_device(self) -> torch.device:
@@ -69,7 +71,7 @@ class Transport(Protocol):
         """Whether `gather` of these buckets exchanges statuses: only where hosts wait for each other anyway."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers, by rank; all ranks give equally many."""
+        """Every rank's integers, by rank; all ranks give equally many, and are in the same call: see `calling`."""
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """Start an all-gather of a few integers, without waiting for anyone; all ranks give equally many."""
@@ -78,7 +80,10 @@ class Transport(Protocol):
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
-        """Start sending contiguous `memory`, on the wire device, to one rank; messages of one tag keep their order."""
+        """Start sending contiguous `memory`, on the wire device, to one rank.
+
+        Messages of one tag and one length keep their order; those of another tag or length are never taken for them.
+        """
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""
