@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zerostep.plan.groups import Group
-from zerostep.step.group_options import GroupOptions
+from zerostep.step.group_options import GroupOptions, options_digest
 
 patient = settings(deadline=None)
-
-
-def options_digest(groups: list[Group]) -> int:
-    """Of the first step."""
-    return GroupOptions().begin_step(groups)
 
 
 # The digest of options.

@@ -50,7 +50,7 @@ class GroupOptions:
 
 
 def options_digest(groups: Sequence[Group]) -> int:
-    """A positive number that differs where options of the groups differ."""
+    """A positive number that differs where options of the groups differ, as far as they can be compared."""
     return GroupOptions().begin_step(groups)
 
 

@@ -64,8 +64,8 @@ class OverlapState:
         self._leaf_of: dict[Tensor, Tensor] = {}
         self._snapshot = GradSnapshot()
         self._callback: GradientCallback | None = None
-        self._move = ""
         self._half_done = False  # some buckets of an iteration are updated, and others are not
+        self._move = ""
 
     @property
     def transport(self) -> Transport:

@@ -109,7 +109,7 @@ def compare_loads(loads: Sequence[int]) -> None:
 
 def _refuse_other(values: Mapping[int, Any], say: Callable[[Any, bool], str], remedy: str) -> None:
     if len(set(values.values())) > 1:
-        raise StepMismatchError(f"{by_value(values, say)}; {remedy}")
+        raise StepMismatchError(f"ranks are not in the same place: {by_value(values, say)}; {remedy}")
 
 
 def _refuse_options(digests: Mapping[int, int], found: tuple[str, list[str]] | None) -> None:
