@@ -13,7 +13,8 @@ place, a lost rank is replaced, and the same script goes on with as many ranks a
 
 Every start is the same: build everything, load what `zerostep.latest` finds, if it finds something, and train. The
 checkpoint fits any number of ranks. Each step trains on the same windows of text, however many ranks share them, so the
-loss goes on as it would have. `--die-at STEP` makes this machine lose power after that step of its first life.
+loss goes on as it would have. `--die-at STEP` makes this machine lose power after that step of its first life; with
+`--lose=rank` only its last rank dies, which torchrun then replaces.
 """
 
 import argparse
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--die-at", type=int, help="kill this machine's processes after this step")
+    parser.add_argument("--lose", choices=["machine", "rank"], default="machine", help="what --die-at kills")
     return parser.parse_args()
 
 
@@ -51,6 +53,12 @@ def lose_power() -> None:
     """End the launcher on this machine, and then this rank, without a word to anybody."""
     os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_rank() -> None:
+    """End the last rank alone; its launcher notices."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(chosen: argparse.Namespace) -> None:
@@ -72,7 +80,7 @@ def train(chosen: argparse.Namespace) -> None:
         if step % chosen.every == 0:
             zerostep.save(chosen.folder / f"step-{step}", optimizer, model, keep=2)
         if step == chosen.die_at and life == 0:
-            lose_power()
+            lose_power() if chosen.lose == "machine" else lose_rank()
     dist.destroy_process_group()
 
 
