@@ -6,6 +6,7 @@ import signal
 import torch
 import torch.distributed as dist
 
+import zerostep
 from tests.chaos.points import kill, slow, stop
 from tests.chaos.registry import ALL, CLASSES, Told, scenario
 from tests.chaos.stage import STEP, Stage, Training
@@ -46,7 +47,8 @@ def _killed_in_ddp(stage: Stage) -> None:
     """Between DDP and its peers: the optimizer has no part in it, and its state is that of the step before."""
     training = stage.trained()
     with stage.fault("reduce", kill):
-        _last_words(stage, training)
+        stage.raises(lambda: training.run(STEP), "a step")
+        stage.raises(lambda: zerostep.save(stage.series / "torn", training.optimizer), "a save without a rank")
 
 
 @scenario("killed-in-update", "F01", DEAD, after="checkpoint", lost=ONE_STEP, warm=False)

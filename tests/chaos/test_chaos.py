@@ -1,5 +1,6 @@
 """Every scenario at least once, in one mode and world; `make chaos` runs all of them, as often as one likes."""
 
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from tests.chaos.execute import Result, compare, run_case
 from tests.chaos.families import SCENARIOS
 from tests.chaos.registry import ALL, Case, Scenario, Told, all_cases, quick_cases
 from tests.chaos.stage import Report, Stage
+from tests.helpers.documents import ROOT
 from tests.helpers.pool import Outcome, Pool
 
 FAULTS = {f"F{number:02}" for number in range(1, 33)}
@@ -25,7 +27,7 @@ def _parameters() -> Iterator[Any]:
         yield pytest.param(case, id=str(case), marks=marks)
 
 
-@pytest.mark.parametrize("case", _parameters())
+@pytest.mark.parametrize("case", list(_parameters()))
 def test_every_rank_says_what_happened_and_nothing_torn_is_left(pool: Pool, tmp_path: Path, case: Case) -> None:
     result = run_case(case, pool, tmp_path)
     assert not result.problem, result.problem
@@ -37,6 +39,13 @@ def test_every_fault_has_a_scenario() -> None:
     assert {case.mode for case in quick_cases()} == set(ALL)
     assert {case.scenario.name for case in quick_cases()} == set(SCENARIOS)
     assert {case.world for case in quick_cases()} == {2, 3}
+
+
+def test_the_page_about_reliability_names_every_scenario_and_no_other() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|") or "`" in line]
+    named = re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", "\n".join(rows))
+    assert sorted(named) == sorted(SCENARIOS)
 
 
 def test_modes_are_known() -> None:
