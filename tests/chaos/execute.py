@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from tests.chaos.families import SCENARIOS
 from tests.chaos.registry import Case
-from tests.chaos.stage import STEP, Report, Stage, recovered
+from tests.chaos.stage import FAILED, STEP, Report, Stage, recovered
 from tests.helpers.pool import DeadlineError, Outcome, Pool, RankError, run_fresh
 
 
@@ -30,7 +30,11 @@ class Result:
 def perform(group: ProcessGroup, name: str, mode: str, root: Path) -> Report:
     """One rank's part of a scenario."""
     stage = Stage(group, mode, root, SCENARIOS[name].victim)
-    SCENARIOS[name].body(stage)
+    try:
+        SCENARIOS[name].body(stage)
+    except BaseException:
+        stage.tell(FAILED)  # so that nobody waits for this rank
+        raise
     return stage.report
 
 

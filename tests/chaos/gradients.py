@@ -44,8 +44,7 @@ def _nan_clipped(stage: Stage) -> None:
     stage.mark()
     training.backward(STEP, factor=float("nan") if stage.is_victim else 1.0)
     stage.raises(lambda: training.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True), "clipping")
-    training.advance(STEP)
-    stage.assert_like_undisturbed(training, STEP)
+    stage.recovers(training)
 
 
 @scenario("inf-skipped-by-the-scaler", "F11", QUIET, modes=("drop-in", *CLIPPED))
@@ -94,7 +93,13 @@ def _owner(training: Training) -> int:
 AUDITED = Told(("AuditError", "rank <victim>|ranks? .*<victim>", "wide"), victim=("AuditError", "wide"))
 
 
-@scenario("flipped-bit-found-by-an-audit", "F12", AUDITED, modes=("drop-in", "hook", *BARE, *IN_DDP, "backward"))
+@scenario(
+    "flipped-bit-found-by-an-audit",
+    "F12",
+    AUDITED,
+    modes=("drop-in", "hook", *BARE, *IN_DDP, "backward"),
+    pending={"": "audits"},
+)
 def _audited(stage: Stage) -> None:
     training = stage.trained()
     training.optimizer.audit()
@@ -105,7 +110,13 @@ def _audited(stage: Stage) -> None:
     stage.recovers(training)
 
 
-@scenario("flipped-bit-found-by-regular-audits", "F12", AUDITED, modes=("drop-in", "hook", "bare", "ddp"))
+@scenario(
+    "flipped-bit-found-by-regular-audits",
+    "F12",
+    AUDITED,
+    modes=("drop-in", "hook", "bare", "ddp"),
+    pending={"": "audits"},
+)
 def _regularly_audited(stage: Stage) -> None:
     """The flip is after the last update of a parameter: frozen since, nobody's step would replace it."""
     training = stage.trained(audit_every=1)

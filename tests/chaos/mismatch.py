@@ -1,6 +1,7 @@
 """Ranks that do different things: other parameters, other options, other calls."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +59,13 @@ def _order_with_names(stage: Stage) -> None:
     _refused(stage, lambda: stage.build(model=model, params=params))
 
 
-@scenario("order-differs-without-names", "F06", REFUSED, modes=("drop-in", "hook", "bare", "ddp"))
+@scenario(
+    "order-differs-without-names",
+    "F06",
+    REFUSED,
+    modes=("drop-in", "hook", "bare", "ddp"),
+    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
+)
 def _order_without_names(stage: Stage) -> None:
     """Equal shapes: nothing but the values or the places in the model can tell them apart."""
     model = Wide()
@@ -106,18 +113,36 @@ def _other_shape(stage: Stage) -> None:
     _refused(stage, lambda: _only_optimizer(stage, model))
 
 
-@scenario("buffer-of-other-shape", "F07", REFUSED, modes=BARE)
+@scenario(
+    "buffer-of-other-shape",
+    "F07",
+    REFUSED,
+    modes=BARE,
+    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
+)
 def _buffer_shape(stage: Stage) -> None:
     _refused(stage, lambda: stage.build(model=Wide(torch.zeros(5) if stage.is_victim else None)))
 
 
-@scenario("buffer-of-other-dtype", "F07", REFUSED, modes=BARE)
+@scenario(
+    "buffer-of-other-dtype",
+    "F07",
+    REFUSED,
+    modes=BARE,
+    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
+)
 def _buffer_dtype(stage: Stage) -> None:
     buffer = torch.zeros(3, dtype=torch.float64) if stage.is_victim else None
     _refused(stage, lambda: stage.build(model=Wide(buffer)))
 
 
-@scenario("buffers-in-other-order", "F07", REFUSED, modes=BARE)
+@scenario(
+    "buffers-in-other-order",
+    "F07",
+    REFUSED,
+    modes=BARE,
+    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
+)
 def _buffer_order(stage: Stage) -> None:
     _refused(stage, lambda: stage.build(model=Wide(names="ba" if stage.is_victim else "ab")))
 
@@ -141,24 +166,24 @@ def _class(stage: Stage) -> None:
 @scenario(
     "ddp-over-another-group",
     "F28",
-    Told("(?i)group", victim="(?i)group"),
+    Told("(?i:group)", victim="(?i:group)"),
     modes=("ddp", "hook"),
     worlds=(3,),
     warm=False,
+    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
 )
 def _other_group(stage: Stage) -> None:
     """Gradients would be averaged over other ranks than those that divide the optimizer."""
     inner = dist.new_group([0, 1])
+    ddp = in_ddp(stage.group, Known())
     if stage.rank == 2:
         stage.report.note("not in the group")
         return
-    ddp = in_ddp(inner, Known())
-    world = dist.new_group([0, 1])
 
     def over_another() -> object:
         if stage.mode == "ddp":
-            return ShardedOptimizer(ddp, AdamW, process_group=world, lr=0.1)
-        zero = zerostep.ZeroRedundancyOptimizer(ddp.parameters(), AdamW, world, overlap_with_ddp=True, lr=0.1)
+            return ShardedOptimizer(ddp, AdamW, process_group=inner, lr=0.1)
+        zero = zerostep.ZeroRedundancyOptimizer(ddp.parameters(), AdamW, inner, overlap_with_ddp=True, lr=0.1)
         return zerostep.hook_with_zero_step(torch.nn.Identity(), ddp, zero)
 
     _refused(stage, over_another)
@@ -197,17 +222,38 @@ def _set_option(name: str, value: object) -> Callable[[Training], object]:
     return change
 
 
-@scenario("learning-rate-changed-on-one-rank", "F09", TOLD, modes=ALL, lost=ONE_STEP)
+@scenario(
+    "learning-rate-changed-on-one-rank",
+    "F09",
+    TOLD,
+    modes=ALL,
+    lost=ONE_STEP,
+    pending={"": "options and loads are compared in every mode"},
+)
 def _lr_changed(stage: Stage) -> None:
     _changed(stage, _set_option("lr", 0.5))
 
 
-@scenario("betas-changed-on-one-rank", "F09", TOLD, modes=("drop-in", "hook", "bare", "ddp", "backward"), lost=ONE_STEP)
+@scenario(
+    "betas-changed-on-one-rank",
+    "F09",
+    TOLD,
+    modes=("drop-in", "hook", "bare", "ddp", "backward"),
+    lost=ONE_STEP,
+    pending={"": "options and loads are compared in every mode"},
+)
 def _betas_changed(stage: Stage) -> None:
     _changed(stage, _set_option("betas", (0.5, 0.9)))
 
 
-@scenario("state-loaded-on-one-rank", "F20", TOLD, modes=("drop-in", *BARE, "ddp", "backward"), lost=ONE_STEP)
+@scenario(
+    "state-loaded-on-one-rank",
+    "F20",
+    TOLD,
+    modes=("drop-in", *BARE, "ddp", "backward"),
+    lost=ONE_STEP,
+    pending={"": "options and loads are compared in every mode"},
+)
 def _loaded_on_one_rank(stage: Stage) -> None:
     """`load_state_dict` is local, so one rank can be a step behind the others without knowing it."""
     training = stage.trained()
@@ -338,34 +384,28 @@ def _unused(stage: Stage) -> None:
         assert all(torch.equal(row, value) for row in rows), key
 
 
-@scenario(
-    "no-sync-on-one-rank",
-    "F10",
-    Told("StepMismatchError|rank|no_sync", victim="StepMismatchError|rank|no_sync"),
-    modes=BARE,
-    warm=False,
-    after="checkpoint",
-    lost=ONE_STEP,
-)
+@scenario("no-sync-on-one-rank", "F10", Told("", victim="inside no_sync"), modes=BARE)
 def _no_sync(stage: Stage) -> None:
-    """One rank only adds up, and steps like the others inside the block."""
-    stage.group_with(4.0)
+    """`step()` is refused inside the block; behind it, what has added up there is sent, and the result is right."""
     training = stage.trained()
-    stage.mark()
-    if stage.is_victim:
-        with training.optimizer.no_sync():
-            training.backward(STEP)
+    with training.optimizer.no_sync() if stage.is_victim else nullcontext():
+        training.backward(STEP)
+        if stage.is_victim:
             stage.raises(training.update, "step() inside no_sync()")
-        stage.goes_on_or_raises(lambda: training.run(STEP, STEP + 1, STEP + 2))
-    else:
-        stage.raises(lambda: training.run(STEP, STEP + 1, STEP + 2), "training on")
-    stage.meet("over")
+    training.update()
+    stage.assert_like_undisturbed(training, STEP)
 
 
 # Models that are moved or cast after the optimizer was built.
 
 
-@scenario("harmless-moves", "F29", Told("", victim=""), modes=ALL)
+@scenario(
+    "harmless-moves",
+    "F29",
+    Told("", victim=""),
+    modes=ALL,
+    pending={"": "moves and casts after construction"},
+)
 def _moves(stage: Stage) -> None:
     """`float()`, `cpu()` and `to()` of what is already so change nothing."""
     training = stage.trained()
@@ -378,10 +418,11 @@ def _moves(stage: Stage) -> None:
 @scenario(
     "cast-after-construction",
     "F07",
-    Told("(?i)dtype|bfloat16", victim="(?i)dtype|bfloat16"),
+    Told("(?i:dtype|bfloat16)", victim="(?i:dtype|bfloat16)"),
     modes=(*OVERLAP, *SHARDED),
     warm=False,
     after="checkpoint",
+    pending={"": "moves and casts after construction"},
 )
 def _cast(stage: Stage) -> None:
     training = stage.trained()
@@ -392,10 +433,16 @@ def _cast(stage: Stage) -> None:
 
 # Incomplete states.
 
-INCOMPLETE = Told("(?i)missing|no state|lacks|has no|complete", victim="(?i)missing|no state|lacks|has no|complete")
+INCOMPLETE = Told("(?i:missing|no state|lacks|has no|complete)", victim="(?i:missing|no state|lacks|has no|complete)")
 
 
-@scenario("half-a-state-dict", "F22", INCOMPLETE, modes=("drop-in", "hook", *BARE, "ddp"))
+@scenario(
+    "half-a-state-dict",
+    "F22",
+    INCOMPLETE,
+    modes=("drop-in", "hook", *BARE, "ddp"),
+    pending={"": "incomplete state dicts"},
+)
 def _half_state(stage: Stage) -> None:
     """Half of the moments would begin again at zero, silently."""
     training = stage.trained()
@@ -407,7 +454,13 @@ def _half_state(stage: Stage) -> None:
     stage.assert_like_undisturbed(training, STEP)
 
 
-@scenario("half-a-state-dict-on-purpose", "F22", Told("", victim=""), modes=("drop-in", "bare"))
+@scenario(
+    "half-a-state-dict-on-purpose",
+    "F22",
+    Told("", victim=""),
+    modes=("drop-in", "bare"),
+    pending={"": "incomplete state dicts"},
+)
 def _half_state_on_purpose(stage: Stage) -> None:
     training = stage.trained()
     state = whole_state(training.optimizer)
@@ -417,7 +470,13 @@ def _half_state_on_purpose(stage: Stage) -> None:
     training.advance(STEP)
 
 
-@scenario("state-of-one-shard", "F22", INCOMPLETE, modes=("drop-in", "bare"))
+@scenario(
+    "state-of-one-shard",
+    "F22",
+    INCOMPLETE,
+    modes=("drop-in", "bare"),
+    pending={"": "incomplete state dicts"},
+)
 def _one_shard(stage: Stage) -> None:
     """What one rank's inner optimizer holds, saved by someone who did not consolidate."""
     training = stage.trained()

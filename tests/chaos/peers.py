@@ -16,6 +16,7 @@ from tests.helpers.reference import assert_same_bits
 WHAT = ("step <step>", "rank <victim>", "checkpoint")  # of a step that a lost rank has ended
 DEAD = Told("", ends=-signal.SIGKILL, at_once=WHAT)
 OURS = tuple(mode for mode in ALL if mode != "drop-in")  # where gradients are summed by us, or in a hook of ours
+TIME_OUT = 8.0  # seconds, of a group; a survivor may wait that long for another one that has given up already
 ONE_STEP = "the steps since the last checkpoint"
 STALL = 1.0  # seconds
 NO_ALARM = "has not come|have not come|stall"
@@ -27,8 +28,18 @@ def _last_words(stage: Stage, training: Training) -> None:
     stage.refuses(training)
 
 
-@scenario("killed-in-reduce", "F01", DEAD, modes=OURS, after="checkpoint", lost=ONE_STEP, warm=False)
+@scenario(
+    "killed-in-reduce",
+    "F01",
+    DEAD,
+    modes=OURS,
+    after="checkpoint",
+    lost=ONE_STEP,
+    warm=False,
+    pending={"": "errors that name step, phase and remedy on all ranks"},
+)
 def _killed_in_reduce(stage: Stage) -> None:
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     with stage.fault("reduce", kill):
         _last_words(stage, training)
@@ -37,7 +48,7 @@ def _killed_in_reduce(stage: Stage) -> None:
 @scenario(
     "killed-in-reduction-of-ddp",
     "F01",
-    Told("(?i)connection|peer", ends=-signal.SIGKILL),
+    Told("(?i:connection|peer)", ends=-signal.SIGKILL),
     modes=("drop-in",),
     after="checkpoint",
     lost=ONE_STEP,
@@ -45,28 +56,56 @@ def _killed_in_reduce(stage: Stage) -> None:
 )
 def _killed_in_ddp(stage: Stage) -> None:
     """Between DDP and its peers: the optimizer has no part in it, and its state is that of the step before."""
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     with stage.fault("reduce", kill):
         stage.raises(lambda: training.run(STEP), "a step")
         stage.raises(lambda: zerostep.save(stage.series / "torn", training.optimizer), "a save without a rank")
 
 
-@scenario("killed-in-update", "F01", DEAD, after="checkpoint", lost=ONE_STEP, warm=False)
+@scenario(
+    "killed-in-update",
+    "F01",
+    DEAD,
+    after="checkpoint",
+    lost=ONE_STEP,
+    warm=False,
+    pending={"": "errors that name step, phase and remedy on all ranks"},
+)
 def _killed_in_update(stage: Stage) -> None:
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     with stage.fault("update", kill):
         _last_words(stage, training)
 
 
-@scenario("killed-in-gather", "F01", DEAD, after="checkpoint", lost=ONE_STEP, warm=False)
+@scenario(
+    "killed-in-gather",
+    "F01",
+    DEAD,
+    after="checkpoint",
+    lost=ONE_STEP,
+    warm=False,
+    pending={"": "errors that name step, phase and remedy on all ranks"},
+)
 def _killed_in_gather(stage: Stage) -> None:
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     with stage.fault("gather", kill):
         _last_words(stage, training)
 
 
-@scenario("killed-between-buckets", "F01", DEAD, after="checkpoint", lost=ONE_STEP, warm=False)
+@scenario(
+    "killed-between-buckets",
+    "F01",
+    DEAD,
+    after="checkpoint",
+    lost=ONE_STEP,
+    warm=False,
+    pending={"": "errors that name step, phase and remedy on all ranks"},
+)
 def _killed_between_buckets(stage: Stage) -> None:
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     with stage.fault("bucket", kill, call=2):
         _last_words(stage, training)
@@ -83,6 +122,7 @@ def _killed_between_buckets(stage: Stage) -> None:
 )
 def _killed_in_consolidation(stage: Stage) -> None:
     """The receiver is told; a rank that only sends to it may be done by then, and finds out at the next step."""
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     with stage.fault("message", kill):
         stage.goes_on_or_raises(lambda: training.optimizer.consolidate_state_dict(to=0))
@@ -100,8 +140,10 @@ def _killed_in_consolidation(stage: Stage) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
+    pending={"": "errors that name step, phase and remedy on all ranks"},
 )
 def _leaves_early(stage: Stage) -> None:
+    stage.group_with(TIME_OUT)
     training = stage.trained()
     if stage.is_victim:
         stage.mark()
@@ -115,7 +157,7 @@ def _leaves_early(stage: Stage) -> None:
 @scenario(
     "stopped-and-continued",
     "F02",
-    Told(("rank <victim>", "(?i)step [23]"), victim=""),
+    Told(("rank <victim>", "(?i:step) [23]"), victim=""),
     modes=ALL,
     warm=False,
     pending={"": "stall reports"},

@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from zerostep import (
 
 SAFE = 2  # steps that are saved before the fault
 STEP = SAFE + 1  # the step of the fault
+FAILED = "failed"  # what a rank tells that does not come to the end of its body
 HOOKS = {"hook": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
 
 
@@ -210,10 +211,10 @@ class Stage:
     def refuses(self, training: Training) -> None:
         """Note what every way to go on says: nothing torn can be saved."""
         optimizer = training.optimizer
-        self.raises(lambda: zerostep.save(self.series / "torn", optimizer, training.model), "saving a torn state")
         self.raises(optimizer.state_dict, "state_dict() of a torn state")
         self.raises(lambda: optimizer.consolidate_state_dict(to=0), "consolidating a torn state")
         self.raises(lambda: training.advance(STEP + 1), "a step after a torn one")
+        self.raises(lambda: zerostep.save(self.series / "torn", optimizer, training.model), "saving a torn state")
         assert not (self.series / "torn").exists()
 
     def recovers(self, training: Training) -> None:
@@ -256,11 +257,15 @@ class Stage:
         """Set something for the others."""
         self._store().set(f"{self.root.name}/{key}", value)
 
-    def hear(self, key: str, seconds: float = 60.0) -> str:
-        """Wait for what another rank tells."""
-        name = f"{self.root.name}/{key}"
-        self._store().wait([name], timedelta(seconds=seconds))
-        found: bytes = self._store().get(name)
+    def hear(self, key: str) -> str:
+        """Wait for what another rank tells, or for the word that one has failed."""
+        store, name = self._store(), f"{self.root.name}/{key}"
+        while not store.check([name]):
+            if store.check([f"{self.root.name}/{FAILED}"]):
+                raise AssertionError("another rank has failed")
+            with suppress(dist.DistStoreError):
+                store.wait([name], timedelta(seconds=0.2))
+        found: bytes = store.get(name)
         return found.decode()
 
     def meet(self, key: str) -> None:
