@@ -9,7 +9,9 @@ Start this on two machines, or twice on one:
 `--nnodes=1:2` lets torchrun go on with what is left, down to one; it notices a machine that says nothing for three
 times `keep_alive_interval` seconds, and then waits `last_call_timeout` seconds for others to join. The machine of
 `--rdzv-endpoint` must be among those that stay. With `--standalone --nproc-per-node=2 --max-restarts=3` in their
-place, a lost rank is replaced, and the same script goes on with as many ranks as before.
+place, a lost rank is replaced, and the same script goes on with as many ranks as before. Set the variable
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise ranks that it has started again may find addresses of those
+before them, and fail to connect.
 
 Every start is the same: build everything, load what `zerostep.latest` finds, if it finds something, and train. The
 checkpoint fits any number of ranks. Each step trains on the same windows of text, however many ranks share them, so the

@@ -39,8 +39,9 @@ def run(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """For local ranks of one thread."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
+    """For local ranks of one thread, and a launcher that gives ranks which it starts again a store of their own."""
+    names = {"PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **names, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def numbers(text: str) -> list[float]:
