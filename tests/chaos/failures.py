@@ -190,7 +190,6 @@ def _closure_on_one_rank(stage: Stage) -> None:
     "F26",
     Told(("no more memory", "rank <victim>"), victim="no more memory"),
     modes=("drop-in", "hook", "bare", "ddp"),
-    pending={"": "too little memory on one rank ends the call on all"},
 )
 def _no_memory_in_consolidation(stage: Stage) -> None:
     """A rank cannot make its part; all are told, and the state is as it was."""
@@ -212,7 +211,6 @@ def _no_memory_in_consolidation(stage: Stage) -> None:
     Told("no more memory|rank <victim>", victim="no more memory"),
     modes=("drop-in", "hook", "bare", "ddp"),
     warm=False,
-    pending={"": "too little memory on one rank ends the call on all"},
 )
 def _no_memory_at_the_receiver(stage: Stage) -> None:
     """The rank that collects everything cannot allocate; nobody waits for it for ever."""
@@ -235,7 +233,6 @@ def _no_memory_at_the_receiver(stage: Stage) -> None:
     Told("rank <victim>.*failed|failed.*rank <victim>|memory", victim="(?i:memory|alloc)"),
     modes=CLASSES,
     warm=False,
-    pending={"": "too little memory on one rank ends the call on all"},
 )
 def _address_space(stage: Stage) -> None:
     """The system refuses the memory, at whatever place needs it first."""
@@ -257,7 +254,6 @@ def _address_space(stage: Stage) -> None:
     Told(("no more memory|memory", "rank <victim>"), victim="no more memory"),
     modes=("drop-in", "hook", "bare", "ddp"),
     after="checkpoint",
-    pending={"": "too little memory on one rank ends the call on all"},
 )
 def _no_memory_in_save(stage: Stage) -> None:
     training = stage.trained()

@@ -98,7 +98,6 @@ AUDITED = Told(("AuditError", "rank <victim>|ranks? .*<victim>", "wide"), victim
     "F12",
     AUDITED,
     modes=("drop-in", "hook", *BARE, *IN_DDP, "backward"),
-    pending={"": "audits"},
 )
 def _audited(stage: Stage) -> None:
     training = stage.trained()
@@ -115,7 +114,6 @@ def _audited(stage: Stage) -> None:
     "F12",
     AUDITED,
     modes=("drop-in", "hook", "bare", "ddp"),
-    pending={"": "audits"},
 )
 def _regularly_audited(stage: Stage) -> None:
     """The flip is after the last update of a parameter: frozen since, nobody's step would replace it."""

@@ -64,7 +64,6 @@ def _order_with_names(stage: Stage) -> None:
     "F06",
     REFUSED,
     modes=("drop-in", "hook", "bare", "ddp"),
-    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
 )
 def _order_without_names(stage: Stage) -> None:
     """Equal shapes: nothing but the values or the places in the model can tell them apart."""
@@ -118,7 +117,6 @@ def _other_shape(stage: Stage) -> None:
     "F07",
     REFUSED,
     modes=BARE,
-    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
 )
 def _buffer_shape(stage: Stage) -> None:
     _refused(stage, lambda: stage.build(model=Wide(torch.zeros(5) if stage.is_victim else None)))
@@ -129,7 +127,6 @@ def _buffer_shape(stage: Stage) -> None:
     "F07",
     REFUSED,
     modes=BARE,
-    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
 )
 def _buffer_dtype(stage: Stage) -> None:
     buffer = torch.zeros(3, dtype=torch.float64) if stage.is_victim else None
@@ -141,7 +138,6 @@ def _buffer_dtype(stage: Stage) -> None:
     "F07",
     REFUSED,
     modes=BARE,
-    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
 )
 def _buffer_order(stage: Stage) -> None:
     _refused(stage, lambda: stage.build(model=Wide(names="ba" if stage.is_victim else "ab")))
@@ -170,7 +166,6 @@ def _class(stage: Stage) -> None:
     modes=("ddp", "hook"),
     worlds=(3,),
     warm=False,
-    pending={"": "buffers, unnamed parameters and groups are compared at construction"},
 )
 def _other_group(stage: Stage) -> None:
     """Gradients would be averaged over other ranks than those that divide the optimizer."""
@@ -404,7 +399,6 @@ def _no_sync(stage: Stage) -> None:
     "F29",
     Told("", victim=""),
     modes=ALL,
-    pending={"": "moves and casts after construction"},
 )
 def _moves(stage: Stage) -> None:
     """`float()`, `cpu()` and `to()` of what is already so change nothing."""
@@ -422,7 +416,6 @@ def _moves(stage: Stage) -> None:
     modes=(*OVERLAP, *SHARDED),
     warm=False,
     after="checkpoint",
-    pending={"": "moves and casts after construction"},
 )
 def _cast(stage: Stage) -> None:
     training = stage.trained()
@@ -441,7 +434,6 @@ INCOMPLETE = Told("(?i:missing|no state|lacks|has no|complete)", victim="(?i:mis
     "F22",
     INCOMPLETE,
     modes=("drop-in", "hook", *BARE, "ddp"),
-    pending={"": "incomplete state dicts"},
 )
 def _half_state(stage: Stage) -> None:
     """Half of the moments would begin again at zero, silently."""
@@ -459,7 +451,6 @@ def _half_state(stage: Stage) -> None:
     "F22",
     Told("", victim=""),
     modes=("drop-in", "bare"),
-    pending={"": "incomplete state dicts"},
 )
 def _half_state_on_purpose(stage: Stage) -> None:
     training = stage.trained()
@@ -475,7 +466,6 @@ def _half_state_on_purpose(stage: Stage) -> None:
     "F22",
     INCOMPLETE,
     modes=("drop-in", "bare"),
-    pending={"": "incomplete state dicts"},
 )
 def _one_shard(stage: Stage) -> None:
     """What one rank's inner optimizer holds, saved by someone who did not consolidate."""
