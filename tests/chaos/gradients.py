@@ -113,7 +113,7 @@ def _audited(stage: Stage) -> None:
     "flipped-bit-found-by-regular-audits",
     "F12",
     AUDITED,
-    modes=("drop-in", "hook", "bare", "ddp"),
+    modes=("drop-in", "bare", "ddp"),  # parameters cannot be frozen in overlap mode
 )
 def _regularly_audited(stage: Stage) -> None:
     """The flip is after the last update of a parameter: frozen since, nobody's step would replace it."""
