@@ -59,7 +59,7 @@ def _order_with_names(stage: Stage) -> None:
     _refused(stage, lambda: stage.build(model=model, params=params))
 
 
-ORDER = "ValueError: rank <victim> has the parameters of rank 0 in another order: .*pass them in the same order"
+ORDER = "ValueError: (rank <victim> has the parameters of rank 0 in another order|the ranks disagree on parameter 0)"
 
 
 @scenario(
