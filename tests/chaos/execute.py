@@ -78,7 +78,7 @@ def _failed(rank: int, error: str | None) -> Outcome:
 
 def compare(result: Result, outcomes: list[Outcome], root: Path) -> None:
     """Compare how each rank has ended, and what it has noted, with what the scenario expects."""
-    case, told, victim = result.case, result.case.scenario.told, result.case.scenario.victim
+    case, told, victim = result.case, result.case.scenario.told_for(result.case.mode), result.case.scenario.victim
     reports = {each.rank: each.result for each in outcomes if isinstance(each.result, Report)}
     result.texts = {each.rank: reports[each.rank].text if each.rank in reports else "" for each in outcomes}
     result.ends = {each.rank: each.exitcode for each in outcomes}

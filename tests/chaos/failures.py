@@ -35,7 +35,6 @@ def _step_that_fails(stage: Stage, training: Training) -> None:
     FAILED,
     modes=ALL,
     lost=ONE_STEP,
-    pending={"": "failed and interrupted steps break the optimizer on all ranks"},
 )
 def _update_raises(stage: Stage) -> None:
     training = stage.trained()
@@ -51,7 +50,6 @@ def _update_raises(stage: Stage) -> None:
     FAILED,
     modes=(*OVERLAP, *SHARDED),
     lost=ONE_STEP,
-    pending={"": "failed and interrupted steps break the optimizer on all ranks"},
 )
 def _second_bucket_fails(stage: Stage) -> None:
     """The first bucket has been updated and sent by then."""
@@ -68,7 +66,6 @@ def _second_bucket_fails(stage: Stage) -> None:
     FAILED,
     modes=ALL,
     lost=ONE_STEP,
-    pending={"": "failed and interrupted steps break the optimizer on all ranks"},
 )
 def _interrupted(stage: Stage) -> None:
     training = stage.trained()
@@ -84,7 +81,6 @@ def _interrupted(stage: Stage) -> None:
     FAILED,
     modes=("drop-in", "hook", "bare", "ddp", "backward"),
     lost=ONE_STEP,
-    pending={"": "failed and interrupted steps break the optimizer on all ranks"},
 )
 def _exits(stage: Stage) -> None:
     training = stage.trained()
@@ -102,7 +98,6 @@ def _exits(stage: Stage) -> None:
     warm=False,
     after="checkpoint",
     lost=ONE_STEP,
-    pending={"": "ranks in different steps are told so at the next message"},
 )
 def _goes_on_after_interrupt(stage: Stage) -> None:
     """A notebook: Ctrl-C inside the gather of one step, and the cell is run again."""
@@ -121,7 +116,6 @@ def _goes_on_after_interrupt(stage: Stage) -> None:
     warm=False,
     after="checkpoint",
     lost=ONE_STEP,
-    pending={"": "ranks in different steps are told so at the next message"},
 )
 def _backward_raises(stage: Stage) -> None:
     """The user's own code fails inside backward, and the rank does not go on; the others are told who is missing."""
@@ -162,7 +156,6 @@ def _no_batch() -> float:
     warm=False,
     after="checkpoint",
     lost=ONE_STEP,
-    pending={"": "ranks in different steps are told so at the next message"},
 )
 def _closure_on_one_rank(stage: Stage) -> None:
     """One rank leaves out a step, and goes on with the next: the others, at the latest when it is done, are told."""

@@ -19,7 +19,7 @@ OURS = tuple(mode for mode in ALL if mode != "drop-in")  # where gradients are s
 TIME_OUT = 8.0  # seconds, of a group; a survivor may wait that long for another one that has given up already
 ONE_STEP = "the steps since the last checkpoint"
 STALL = 1.0  # seconds
-NO_ALARM = "has not come|have not come|stall"
+NO_ALARM = "has waited|Not there"
 
 
 def _last_words(stage: Stage, training: Training) -> None:
@@ -36,7 +36,6 @@ def _last_words(stage: Stage, training: Training) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
-    pending={"": "errors that name step, phase and remedy on all ranks"},
 )
 def _killed_in_reduce(stage: Stage) -> None:
     stage.group_with(TIME_OUT)
@@ -70,7 +69,6 @@ def _killed_in_ddp(stage: Stage) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
-    pending={"": "errors that name step, phase and remedy on all ranks"},
 )
 def _killed_in_update(stage: Stage) -> None:
     stage.group_with(TIME_OUT)
@@ -86,7 +84,6 @@ def _killed_in_update(stage: Stage) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
-    pending={"": "errors that name step, phase and remedy on all ranks"},
 )
 def _killed_in_gather(stage: Stage) -> None:
     stage.group_with(TIME_OUT)
@@ -102,7 +99,6 @@ def _killed_in_gather(stage: Stage) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
-    pending={"": "errors that name step, phase and remedy on all ranks"},
 )
 def _killed_between_buckets(stage: Stage) -> None:
     stage.group_with(TIME_OUT)
@@ -140,7 +136,6 @@ def _killed_in_consolidation(stage: Stage) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
-    pending={"": "errors that name step, phase and remedy on all ranks"},
 )
 def _leaves_early(stage: Stage) -> None:
     stage.group_with(TIME_OUT)
@@ -160,7 +155,6 @@ def _leaves_early(stage: Stage) -> None:
     Told(("rank <victim>", "(?i:step) [23]"), victim=""),
     modes=ALL,
     warm=False,
-    pending={"": "stall reports"},
 )
 def _stopped(stage: Stage) -> None:
     """Those that wait say so once; then the rank is let go on, and nothing was lost."""
@@ -181,7 +175,6 @@ def _stopped(stage: Stage) -> None:
     after="checkpoint",
     lost=ONE_STEP,
     warm=False,
-    pending={"": "stall reports"},
 )
 def _stopped_for_good(stage: Stage) -> None:
     stage.tell_pid()
@@ -198,7 +191,6 @@ def _stopped_for_good(stage: Stage) -> None:
     "F03",
     Told("", victim="", never=NO_ALARM),
     modes=("drop-in", "hook", "bare", "backward"),
-    pending={"": "stall reports"},
 )
 def _slow(stage: Stage) -> None:
     training = stage.trained(stall_seconds=30.0)
@@ -212,7 +204,6 @@ def _slow(stage: Stage) -> None:
     "F30",
     Told("", victim="", never=NO_ALARM),
     modes=("drop-in", "bare"),
-    pending={"": "stall reports"},
 )
 def _slow_first_step(stage: Stage) -> None:
     """The first step may compile, import and allocate."""
@@ -227,7 +218,6 @@ def _slow_first_step(stage: Stage) -> None:
     "F03 F30",
     Told("", victim="", never=NO_ALARM),
     modes=("drop-in", "bare-forward"),
-    pending={"": "stall reports"},
 )
 def _evaluation(stage: Stage) -> None:
     """All ranks are away from the optimizer for longer than the limit: nobody waits for anybody."""

@@ -70,7 +70,12 @@ class Scenario:
     warm: bool = True  # on ranks that serve other scenarios, too: nobody dies
     quick: tuple[tuple[str, int], ...] = ()  # what runs in the test suite; one mode and world if empty
     pending: Mapping[str, str] = field(default_factory=dict)  # mode, or "" for all -> what does not hold yet
+    told_in: Mapping[str, Told] = field(default_factory=dict)  # in place of `told`, by mode
     launch: Callable[[Path, int], list[str]] | None = None  # in place of the body: ranks that a launcher starts
+
+    def told_for(self, mode: str) -> Told:
+        """What must be told in a mode."""
+        return self.told_in.get(mode, self.told)
 
     def why_pending(self, mode: str) -> str:
         """Why this does not hold yet in a mode; empty if it does."""
