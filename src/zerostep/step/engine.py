@@ -25,6 +25,7 @@ from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.transport import PendingInts, Presence
+from zerostep.errors import TransportError
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
@@ -232,14 +233,10 @@ class Engine:
             self._paused_grads.add(index)
             self._stand_ins.keep_own_grad(index)
             return
-        with self.lock:
-            try:
-                if not (self.iteration.in_pass and self._backward_end.is_expected):
-                    self._enter_pass_with(index)
-                self._take_own_grad(index)
-            except BaseException as error:
-                self._note_failure(error)
-                raise
+        with self.lock, self._noting_failure():
+            if not (self.iteration.in_pass and self._backward_end.is_expected):
+                self._enter_pass_with(index)
+            self._take_own_grad(index)
 
     def _enter_pass_with(self, index: int) -> None:
         try:
@@ -491,6 +488,14 @@ class Engine:
     def _noting_failure(self) -> Iterator[None]:
         try:
             yield
+        except TransportError as error:
+            if error.__cause__ is not None and error.__cause__ is self._failure:
+                raise  # noted and described inside
+            self._note_failure(error)
+            raise TransportError(
+                f"the backward pass of step {self.iteration.steps + 1} failed on rank {self.buckets.rank}: {error}; "
+                "restart from the last checkpoint on all ranks"
+            ) from error
         except BaseException as error:
             self._note_failure(error)
             raise
