@@ -157,10 +157,16 @@ def _leaves_early(stage: Stage) -> None:
     warm=False,
 )
 def _stopped(stage: Stage) -> None:
-    """Those that wait say so once; then the rank is let go on, and nothing was lost."""
+    """Those that wait say so once; when all have, the rank is let go on, and nothing was lost."""
     stage.tell_pid()
     training = stage.trained(stall_seconds=STALL)
-    with stage.warnings(lambda _: stage.signal_victim(signal.SIGCONT)), stage.fault("update", stop):
+
+    def let_go_on(text: str) -> None:
+        stage.tell(f"warned/{stage.rank}")
+        if stage.told(f"warned/{rank}" for rank in range(stage.world) if rank != stage.victim):
+            stage.signal_victim(signal.SIGCONT)
+
+    with stage.warnings(let_go_on), stage.fault("update", stop):
         training.advance(STEP)
         training.settle()
     stage.meet("over")

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -256,6 +256,11 @@ class Stage:
     def tell(self, key: str, value: str = "") -> None:
         """Set something for the others."""
         self._store().set(f"{self.root.name}/{key}", value)
+
+    def told(self, keys: Iterable[str]) -> bool:
+        """Whether all of this was told."""
+        found: bool = self._store().check([f"{self.root.name}/{key}" for key in keys])
+        return found
 
     def hear(self, key: str) -> str:
         """Wait for what another rank tells, or for the word that one has failed."""
