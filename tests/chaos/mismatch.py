@@ -333,7 +333,15 @@ def _add_group(stage: Stage) -> None:
     _one_sided(stage, lambda training: training.optimizer.add_param_group({"params": [more]}))
 
 
-@scenario("saved-on-one-rank", "F05", MISSED, **{**_SIDED, "modes": ("drop-in", "hook", *BARE, "ddp", "backward")})
+# In overlap mode the others wait for DDP's reduction, too, which the hook wraps.
+_SAVED = {
+    **_SIDED,
+    "modes": ("drop-in", "hook", *BARE, "ddp", "backward"),
+    "told_in": {"drop-in": IN_DDP_ALONE, "hook": IN_DDP_ALONE},
+}
+
+
+@scenario("saved-on-one-rank", "F05", MISSED, **_SAVED)
 def _save_alone(stage: Stage) -> None:
     """The habit of plain DDP: only rank 0 saves."""
     _one_sided(stage, lambda training: zerostep.save(stage.series / "alone", training.optimizer, training.model))

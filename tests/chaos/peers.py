@@ -5,13 +5,15 @@ import signal
 
 import torch
 import torch.distributed as dist
+from torch.optim import AdamW
 
 import zerostep
 from tests.chaos.points import kill, slow, stop
 from tests.chaos.registry import ALL, CLASSES, Told, scenario
 from tests.chaos.stage import STEP, Stage, Training
-from tests.helpers.checkpoints import whole_state
+from tests.helpers.checkpoints import Known, whole_state
 from tests.helpers.reference import assert_same_bits
+from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
 
 WHAT = ("step <step>", "rank <victim>", "checkpoint")  # of a step that a lost rank has ended
 DEAD = Told("", ends=-signal.SIGKILL, at_once=WHAT)
@@ -260,8 +262,15 @@ def _not_a_member(stage: Stage) -> None:
     others = [rank for rank in range(stage.world) if rank != stage.victim]
     group = dist.new_group([dist.get_process_group_ranks(stage.group)[rank] for rank in others])
     if stage.is_victim:
-        stage.group = group
-        stage.raises(stage.build, "building on a group without this rank")
+        model, sharded = Known(), stage.mode == "bare"
+        stage.raises(
+            lambda: (
+                ShardedOptimizer(model, AdamW, process_group=group)
+                if sharded
+                else ZeroRedundancyOptimizer(model.parameters(), AdamW, group)
+            ),
+            "building on a group without this rank",
+        )
     stage.meet("over")
 
 

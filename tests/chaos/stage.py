@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -283,8 +283,9 @@ class Stage:
         self.tell(f"pid/{self.rank}", str(os.getpid()))
 
     def signal_victim(self, number: signal.Signals) -> None:
-        """Send a signal to the victim."""
-        os.kill(int(self.hear(f"pid/{self.victim}")), number)
+        """Send a signal to the victim, unless it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(int(self.hear(f"pid/{self.victim}")), number)
 
     @staticmethod
     def _store() -> Any:
