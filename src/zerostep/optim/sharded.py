@@ -281,6 +281,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         return self._training_step
 
     @property
+    def bare_model(self) -> nn.Module | None:
+        """The module whose gradients this optimizer sums itself, so that nobody else may; `None` under DDP."""
+        return self._model if self._ddp is None else None
+
+    @property
     def _has_state(self) -> bool:
         return self._training.has_state
 
