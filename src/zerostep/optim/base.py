@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from abc import abstractmethod
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from zerostep.optim.proxies import delegate_if_proxy
 from zerostep.plan.groups import all_params
 from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
@@ -36,6 +38,11 @@ class PartitionedOptimizer(Optimizer, Joinable):
     process_group: Any
     _health: Health
     _all_state_dicts: list[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = (each for each in cls.__mro__[1:] if issubclass(each, PartitionedOptimizer))
+        delegate_if_proxy(cls, next(bases))
 
     def _check_usable(self) -> None:
         """Raise if a step has failed half-way and nothing was loaded since."""
@@ -155,5 +162,11 @@ def refuse_dcp(class_name: str) -> None:
 
 
 def calling_module(depth: int = 2) -> str:
-    """Return the name of the module that called the function that calls this one, or of a caller further up."""
-    return str(sys._getframe(depth).f_globals.get("__name__", ""))
+    """Return the name of the module that called the function that calls this one, or of a caller further up.
+
+    A framework's wrapper, which only passes a call on, does not count.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_globals.get("__name__") == delegate_if_proxy.__module__:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -100,9 +100,6 @@ class ShardedOptimizer(PartitionedOptimizer):
     collective: all ranks call them.
     """
 
-    # `None` while torch's constructor runs, which calls add_param_group.
-    _training_step: TrainingStep | None = None
-
     def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
@@ -120,6 +117,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         verify: bool | int = False,
         **defaults: Any,
     ) -> None:
+        self._training_step: TrainingStep | None = None  # as long as torch's constructor runs, too
         self._model, self._ddp = _unwrapped(model)
         self._settings = Settings(partition, reduction, gather, update, master_dtype, reduce_dtype, bucket_mb)
         self._planner = LayoutPlanner(

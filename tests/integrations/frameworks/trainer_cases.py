@@ -30,7 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer(kind: str, name: str, module: nn.Module | None = None, torch_format: bool = False, **options: Any) -> Trainer:
+def trainer(
+    kind: str, name: str, module: nn.Module | None = None, torch_format: bool = False, **options: Any
+) -> Trainer:
     """Return a Trainer with the plain optimizer or a sharded one, which saves into a folder of that name."""
     arguments = {
         "max_steps": STEPS,
