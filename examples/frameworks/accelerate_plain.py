@@ -20,11 +20,11 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
     loader = DataLoader(TensorDataset(torch.randint(64, (64, 16))), batch_size=4)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    done = len(list(folder.glob("passes-*")))
-    if done:
-        accelerator.load_state(str(folder / f"passes-{done}"))
+    saved = len(list(folder.glob("save-*")))
+    if saved:
+        accelerator.load_state(str(folder / f"save-{saved}"))
     for number, (tokens,) in enumerate(loader):
-        if not 4 * done <= number < 2 * steps:
+        if not 4 * saved <= number < 2 * steps:
             continue
         with accelerator.accumulate(model):
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -33,8 +33,8 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        if number % 4 == 3:
-            accelerator.save_state(str(folder / f"passes-{number // 4 + 1}"))
+        if number % 4 == 3:  # after each second step
+            accelerator.save_state(str(folder / f"save-{number // 4 + 1}"))
     weights = torch.cat([param.detach().flatten() for param in model.parameters()])
     accelerator.print(f"sum of all weights {weights.double().abs().sum().item():.12f}")
     accelerator.end_training()

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import zerostep
 
 
-class Tokens(Dataset):
+class Tokens(Dataset[dict[str, torch.Tensor]]):
     """Random tokens, the same in every run."""
 
     def __init__(self) -> None:
@@ -27,7 +27,9 @@ def main() -> None:
     """Train for as many steps as the second argument says, with checkpoints in the folder that the first one names."""
     folder, steps = sys.argv[1], int(sys.argv[2])
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
     arguments = TrainingArguments(
         folder,
         max_steps=steps,

@@ -15,6 +15,7 @@ from zerostep.optim.view import unwrapped
 
 A = TypeVar("A")
 
+_PREPARED = "_optimizers"  # where an accelerator has the optimizers that it saves and loads
 _METHODS = ("prepare", "prepare_model", "prepare_optimizer", "save_state", "load_state")
 
 
@@ -99,7 +100,7 @@ class _Preparing:
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
         """Inside, Accelerate finds an `OptimizerFiles` in place of each sharded optimizer."""
-        optimizers = list(self._accelerator._optimizers)
+        optimizers = list(getattr(self._accelerator, _PREPARED))
         files = {
             number: OptimizerFiles(optimizer, number, self._torch_format)
             for number, optimizer in enumerate(optimizers)
@@ -107,7 +108,7 @@ class _Preparing:
         }
         seen = [files.get(number, optimizer) for number, optimizer in enumerate(optimizers)]
         try:
-            with replaced(self, "_files", list(files.values())), replaced(self._accelerator, "_optimizers", seen):
+            with replaced(self, "_files", list(files.values())), replaced(self._accelerator, _PREPARED, seen):
                 yield
         finally:
             for each in files.values():

@@ -81,7 +81,8 @@ def prepared(
     optimizer = optimizer_of(kind, module)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=50)
     loader = DataLoader(Tokens(), batch_size=2)
-    return Run(accelerator, *accelerator.prepare(module, optimizer, scheduler, loader), clip)
+    ready, optimizer, scheduler, loader = accelerator.prepare(module, optimizer, scheduler, loader)
+    return Run(accelerator, ready, optimizer, scheduler, loader, clip)
 
 
 @cache
@@ -122,6 +123,13 @@ def resume_plain(kind: str) -> float:
     """Load what `torch_format` has written into the plain optimizer."""
     run = prepared("plain", seed=9)
     run.accelerator.load_state(str(FOLDER / f"{kind}-torch"))
+    return difference(run.train(2, STEPS), trained("plain", "train"))
+
+
+def from_plain(kind: str) -> float:
+    """Load what plain training has saved into the sharded optimizer."""
+    run = prepared(kind, seed=9)
+    run.accelerator.load_state(str(FOLDER / "plain-saved"))
     return difference(run.train(2, STEPS), trained("plain", "train"))
 
 
@@ -182,13 +190,10 @@ def resume_elsewhere(kind: str) -> float:
 def forgotten() -> str:
     """Save without the line that enables it; the error, on every rank."""
     accelerator = Accelerator(cpu=True)
-    module = model()
-    optimizer = optimizer_of("zero", module)
-    loader = DataLoader(Tokens(), batch_size=2)
-    run = Run(accelerator, *accelerator.prepare(module, optimizer), None, loader, None)
-    for batch in list(loader)[:1]:
-        accelerator.backward(run.model(**batch).loss)
-        run.optimizer.step()
+    plain = model()
+    module, optimizer = accelerator.prepare(plain, optimizer_of("zero", plain))
+    accelerator.backward(module(**next(iter(DataLoader(Tokens(), batch_size=2)))).loss)
+    optimizer.step()
     try:
         accelerator.save_state(str(FOLDER / "forgotten"))
     except RuntimeError as error:
@@ -204,7 +209,7 @@ def cases(wanted: str) -> dict[str, Callable[[], Any]]:
     for kind in KINDS:
         found |= {f"{kind}-{options}": partial(compare, kind, options) for options in OPTIONS}
         found[f"{kind}-torch"] = partial(resume, kind, torch_format=True)
-        for case in (resume, resume_plain, named, wrapped, whole_model):
+        for case in (resume, resume_plain, from_plain, named, wrapped, whole_model):
             found[f"{kind}-{case.__name__}"] = partial(case, kind)
     return found
 

@@ -66,6 +66,6 @@ def test_a_save_without_the_line_ends_on_all_ranks_and_names_it(tmp_path: Path) 
     ended = launch(CASES, str(tmp_path), "forgotten")
     assert ended.exitcode != 0
     advice = "zerostep.integrations.transformers.enable(trainer) before trainer.train()"
-    assert f"RuntimeError: the optimizer state has not been consolidated" in ended.errors
+    assert "RuntimeError: the optimizer state has not been consolidated" in ended.errors
     assert "UserWarning: this optimizer cannot be saved or loaded yet" in ended.errors
     assert ended.errors.count(advice) >= 2

@@ -20,7 +20,7 @@ from tests.integrations.frameworks.launch import report
 from tests.integrations.frameworks.tiny import Tokens, difference, model, weights
 
 FOLDER = Path(sys.argv[1])
-CLASSES = {"sharded": zerostep.ShardedOptimizer, "zero": zerostep.ZeroRedundancyOptimizer}
+CLASSES: dict[str, Any] = {"sharded": zerostep.ShardedOptimizer, "zero": zerostep.ZeroRedundancyOptimizer}
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"max_grad_norm": 0.0},
@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2},
     "bf16": {"max_grad_norm": 0.0, "bf16": True},
 }
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
 
 
 def trainer(
@@ -45,10 +46,8 @@ def trainer(
         "use_cpu": True,
         "disable_tqdm": True,
         "report_to": "none",
-        "save_safetensors": True,
     } | options
-    known = TrainingArguments.__dataclass_fields__
-    made = TrainingArguments(str(FOLDER / name), **{key: value for key, value in arguments.items() if key in known})
+    made = TrainingArguments(str(FOLDER / name), **arguments)
     built = Trainer(model=module or model(), args=made, train_dataset=Tokens(), eval_dataset=Tokens(8, 2))
     if kind != "plain":
         zerostep.integrations.transformers.enable(built, CLASSES[kind], torch_format=torch_format)
@@ -75,24 +74,22 @@ def resume(kind: str) -> list[float]:
 
     Return the differences to plain training, of the first and of the resumed run.
     """
-    options = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
-    first = trainer(kind, f"{kind}-saved", **options)
+    first = trainer(kind, f"{kind}-saved", **SAVING)
     first.train()
-    second = trainer(kind, f"{kind}-saved", model(seed=9), **options)
+    second = trainer(kind, f"{kind}-saved", model(seed=9), **SAVING)
     second.train(resume_from_checkpoint=str(FOLDER / f"{kind}-saved" / "checkpoint-2"))
     return [difference(weights(each.model), trained("plain", "train")) for each in (first, second)]
 
 
 def torch_format(kind: str) -> list[Any]:
     """Save `optimizer.pt`; resume from it, sharded and plain. Return the names of the files and the differences."""
-    options = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.0}
     name = f"{kind}-torch"
-    trainer(kind, name, torch_format=True, **options).train()
+    trainer(kind, name, torch_format=True, **SAVING).train()
     checkpoint = FOLDER / name / "checkpoint-2"
     files = sorted(path.name for path in checkpoint.iterdir() if path.name.startswith("optimizer"))
     results: list[Any] = [files]
     for other in (kind, "plain"):
-        resumed = trainer(other, f"{name}-{other}", model(seed=9), **(options | {"save_strategy": "no"}))
+        resumed = trainer(other, f"{name}-{other}", model(seed=9), max_grad_norm=0.0)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         results.append(difference(weights(resumed.model), trained("plain", "train")))
     return results
@@ -157,7 +154,7 @@ def resume_elsewhere(kind: str) -> float:
 
 def save_plain() -> None:
     """A checkpoint of plain training, to compare with."""
-    trainer("plain", "plain-saved", save_strategy="steps", save_steps=2, max_grad_norm=0.0).train()
+    trainer("plain", "plain-saved", **SAVING).train()
 
 
 def forgotten() -> None:
