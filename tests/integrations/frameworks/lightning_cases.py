@@ -45,9 +45,7 @@ MAKERS: dict[str, Callable[["Module"], Any]] = {
     "zero-views": lambda module: ZeroRedundancyOptimizer(
         module.named_parameters(), AdamW, parameters_as_bucket_view=True, **ADAMW
     ),
-    "overlap": lambda module: ZeroRedundancyOptimizer(
-        module.named_parameters(), AdamW, overlap_with_ddp=True, **ADAMW
-    ),
+    "overlap": lambda module: ZeroRedundancyOptimizer(module.named_parameters(), AdamW, overlap_with_ddp=True, **ADAMW),
 }
 
 
