@@ -9,7 +9,7 @@ from tests.integrations.frameworks.launch import DEADLINE, ROOT, run
 
 EXAMPLES = ROOT / "examples" / "frameworks"
 NAMES = sorted(path.name.removesuffix("_plain.py") for path in EXAMPLES.glob("*_plain.py"))
-PACKAGES = {"trainer": "transformers", "accelerate": "accelerate"}
+PACKAGES = {"trainer": "transformers", "fabric": "lightning"}
 MOST_LINES, MOST_CHANGES = 60, 3
 
 pytestmark = pytest.mark.timeout(4 * DEADLINE)
