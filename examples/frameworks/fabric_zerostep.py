@@ -35,7 +35,7 @@ def main() -> None:
         optimizer.step()
     fabric.save(folder / "last.ckpt", {**state, "step": steps})
     weights = torch.cat([param.detach().flatten() for param in model.parameters()])
-    fabric.print(f"sum of all weights {weights.double().abs().sum().item():.12f}")
+    fabric.print(f"sum of all weights {weights.double().abs().sum().item():.6f}")
 
 
 if __name__ == "__main__":

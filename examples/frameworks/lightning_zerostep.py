@@ -52,7 +52,7 @@ def main() -> None:
     trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=last if last.exists() else None)
     if trainer.is_global_zero:
         weights = torch.cat([param.detach().flatten() for param in module.parameters()])
-        print(f"sum of all weights {weights.double().abs().sum().item():.12f}")
+        print(f"sum of all weights {weights.double().abs().sum().item():.6f}")
 
 
 if __name__ == "__main__":
