@@ -65,7 +65,6 @@ class OptimizerView:
         return all("param_names" in group for group in self.groups)
 
 
-<<<<<<< HEAD
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer of this package inside the wrappers of frameworks, or the argument if there is none."""
     inner = optimizer
@@ -73,7 +72,8 @@ def unwrapped(optimizer: Any) -> Any:
     while (inside := getattr(inner, "optimizer", None)) is not None:
         inner = inside
     return inner if hasattr(inner, "optimizer_view") else optimizer
-=======
+
+
 @contextmanager
 def applying(view: OptimizerView, description: str) -> Iterator[None]:
     """In this block all ranks replace what they have read; if one fails, all raise and refuse to go on.
@@ -87,7 +87,6 @@ def applying(view: OptimizerView, description: str) -> Iterator[None]:
     except BaseException as error:
         view.mark_broken(f"{description} failed half-way: {error}")
         raise
->>>>>>> main
 
 
 def view_of(optimizer: Any) -> OptimizerView:
