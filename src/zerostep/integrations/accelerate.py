@@ -16,6 +16,7 @@ from zerostep.optim.view import unwrapped
 A = TypeVar("A")
 
 _PREPARED = "_optimizers"  # where an accelerator has the optimizers that it saves and loads
+_NO_SYNC = "no_sync"  # what frameworks look for on a model that accumulates gradients
 _METHODS = ("prepare", "prepare_model", "prepare_optimizer", "save_state", "load_state")
 
 
@@ -77,7 +78,7 @@ class _Preparing:
         if optimizer is None:
             return self._own["prepare_model"](model, *args, **kwargs)
         prepared = self._own["prepare_model"](model, *args, **{**kwargs, "evaluation_mode": True})
-        prepared.no_sync = NoSync(optimizer)
+        setattr(prepared, _NO_SYNC, NoSync(optimizer))
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
