@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import AdamW, Optimizer
 
 import zerostep
@@ -26,7 +27,7 @@ class _Imitation:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self.__class__ = type(f"Framework{type(optimizer).__name__}", (type(self), type(optimizer)), {})  # type: ignore[assignment]
+        self.__class__ = type(f"Framework{type(optimizer).__name__}", (type(self), type(optimizer)), {})
 
     @property
     def optimizer(self) -> Any:
@@ -73,7 +74,7 @@ def _everything(group: ProcessGroup, kind: str) -> None:
     model = build()
     real = CLASSES[kind](group, model)
     proxy: Any = _Imitation(real)
-    assert isinstance(proxy, type(real)) and isinstance(proxy, Optimizer)
+    assert all(isinstance(proxy, kind) for kind in (type(real), Optimizer))
     before = set(vars(proxy))
     _steps(group, model, proxy)
     if kind == "sharded":
@@ -126,12 +127,12 @@ def _saved(group: ProcessGroup, kind: str, wrapper: str, folder: Path) -> None:
     proxy = WRAPPERS[wrapper](real)
     _steps(group, model, proxy)
     zerostep.save(folder / "own", proxy)
-    dcp.save({"optim": zerostep.dcp_state(proxy)}, checkpoint_id=folder / "dcp", process_group=group)
+    dcp_save({"optim": zerostep.dcp_state(proxy)}, checkpoint_id=folder / "dcp", process_group=group)
     other = build()
     fresh = CLASSES[kind](group, other)
     for load in (
         lambda: zerostep.load(folder / "own", WRAPPERS[wrapper](fresh)),
-        lambda: dcp.load(
+        lambda: dcp_load(
             {"optim": zerostep.dcp_state(WRAPPERS[wrapper](fresh))}, checkpoint_id=folder / "dcp", process_group=group
         ),
     ):

@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.modules import module as torch_module
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, AdamW
 
 from tests.helpers.pool import Pool, RankError
@@ -37,7 +36,7 @@ def _accumulating(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
         optimizer.step()
 
 
-def _in_ddp_s_no_sync(model: DDP, optimizer: Any, data: list[Batch]) -> None:
+def _in_ddp_s_no_sync(model: Any, optimizer: Any, data: list[Batch]) -> None:
     for first, second in zip(data[::2], data[1::2], strict=True):
         with model.no_sync():
             backward(model, first)
@@ -88,7 +87,7 @@ class _Parent(nn.Module):
         self.child = child
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.child.forward(inputs)  # type: ignore[no-any-return]
+        return self.child.forward(inputs)
 
 
 def _around_a_parent(group: ProcessGroup) -> None:
@@ -168,7 +167,7 @@ def test_ddp_may_come_after_bare_steps(pool: Pool, world: int) -> None:
 
 def _refused(group: ProcessGroup, problem: str) -> None:
     model = build()
-    ours = {"update": "backward"} if problem == "update" else {}
+    ours: dict[str, Any] = {"update": "backward"} if problem == "update" else {}
     params = list(model.named_parameters())[1:] if problem == "foreign" else None
     optimizer = sharded(group, model, params=params, **ours)
     wrapped = in_ddp(group, model)

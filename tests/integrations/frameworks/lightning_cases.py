@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
     "manual": {},
 }
-MAKERS: dict[str, Callable[["Module"], Any]] = {
+MAKERS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda module: AdamW(module.named_parameters(), **ADAMW),
     "sharded": lambda module: ShardedOptimizer(module, AdamW, **ADAMW),
     "sharded-net": lambda module: ShardedOptimizer(module.net, AdamW, **ADAMW),
