@@ -16,6 +16,9 @@ class _Done:
     def wait(self) -> None:
         pass
 
+    def is_completed(self) -> bool:
+        return True
+
 
 class SilentTransport(GroupTransport):
     """Rank ``rank`` of ``world_size``. The others' gradients are zeros, their parameters what is there already."""
