@@ -24,6 +24,7 @@ from tests.helpers.sharding import (
     values,
     whole_state,
 )
+from zerostep import StepMismatchError
 
 
 def _with_no_sync(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
