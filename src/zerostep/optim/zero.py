@@ -212,11 +212,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Update this rank's shard with the inner optimizer, then send all parameters to all ranks.
 
         `closure`, if not `None`, and all other keywords are passed to the inner optimizer's `step`. Returns what that
-        returns.
+        returns. With `overlap_with_ddp=True` it only runs the closure, whose backward pass is the step.
         """
         self._check_usable()
         if self._overlap_state is not None:
-            return self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
+            loss = evaluated(closure)  # its backward pass updates the parameters
+            self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None, alone=loss is None)
+            return None if loss is None else loss()
         if self._join is not None and self._join_config.enable:
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)

@@ -148,6 +148,12 @@ class Engine:
             self.reduction.extend(plan)
             self.sums.extend(plan)
 
+    def leave_sums_to_ddp(self) -> None:
+        """From now on DDP sums, and gradients are taken from `.grad`; only with `reduction="all"`."""
+        with self.lock:
+            self.end_pass()
+            self._reduces = False
+
     @property
     def presence(self) -> Presence:
         """What the stall report knows of this rank."""

@@ -135,6 +135,12 @@ class TrainingStep:
     def _end_update(self) -> None:
         self._inners.pull_options(self._groups())
 
+    def take_gradients_from(self, source: GradSource) -> None:
+        """Replace the source of gradients, between two passes."""
+        self._source.remove()
+        self._source = source
+        self._hook_trainable()
+
     def _hook_trainable(self) -> None:
         self._source.extend(self._engine.buckets.params)
 
