@@ -18,7 +18,7 @@ from tests.helpers.pool import Pool, Ranks
 from tests.helpers.reference import assert_same_bits, build
 from tests.helpers.zero_steps import MODES, SEVERAL, make_params, numbered, set_gradients, storages_of
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.comm.transport import TAG_DATA
+from zerostep.comm.transport import TAG_DATA, wire_tag
 
 # Statement 25.
 
@@ -39,7 +39,7 @@ class Traffic:
         isend = dist.isend
 
         def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs["tag"] == TAG_DATA:
+            if kwargs["tag"] == wire_tag(TAG_DATA, tensor.nbytes):
                 self.data.append((kwargs["group_dst"], tensor.nbytes))
             else:
                 self.words.append(tensor.nbytes)
@@ -87,7 +87,8 @@ def _transfers(group: ProcessGroup, views: bool) -> None:
         peers = [rank for rank in range(zero.world_size) if rank != zero.rank]
         # One message to each other rank for each dtype, with exactly the trainable bytes, and one small word.
         assert sorted(traffic.data) == sorted((peer, span) for peer in peers for span in spans if span)
-        assert traffic.words == [16] * len(peers) and traffic.other == []
+        # A fingerprint, a status, and the four numbers that say where the rank is.
+        assert traffic.words == [48] * len(peers) and traffic.other == []
 
 
 @MODES

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from zerostep.comm.transport import calling
 from zerostep.plan.groups import all_params
 from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
 from zerostep.state.param_state import StateDict
@@ -64,6 +65,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
 
+    @calling("consolidate_state_dict")
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`.
 
