@@ -17,7 +17,7 @@ from typing import Any
 from tests.helpers.pool import HOST, LOOPBACK
 
 ROOT = Path(__file__).parents[3]
-DEADLINE = 240.0
+DEADLINE = 360.0
 
 
 @dataclass(frozen=True)
