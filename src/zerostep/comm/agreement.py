@@ -107,10 +107,15 @@ def facts_of(
     ]
     # If another rank has more parameters, its next one differs from this fact and not from an option.
     facts.append(Fact(f"parameter {len(specs)}", "nothing"))
-    facts += [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
+    facts += option_facts(groups)
     facts.append(Fact("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__)))
     facts.append(Fact("the version of zerostep", __version__))
     return facts
+
+
+def option_facts(groups: Sequence[Group]) -> list[Fact]:
+    """The options of the groups, as facts."""
+    return [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
 
 
 def _describe(value: Any) -> str:

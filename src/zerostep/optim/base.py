@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from zerostep.optim.inner_methods import InnerMethods
 from zerostep.plan.groups import all_params
 from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
@@ -56,6 +58,23 @@ class PartitionedOptimizer(Optimizer, Joinable):
     @abstractmethod
     def _load_whole(self, state_dict: StateDict) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
+
+    @property
+    @abstractmethod
+    def _inner_methods(self) -> InnerMethods | None:
+        """The methods of the inner optimizers; `None` while there are none yet."""
+
+    if not TYPE_CHECKING:  # it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """A public method that only the inner optimizer's class has, such as a schedule-free one's `train()`.
+
+            All ranks call it. It runs on every rank's part, and then all parameters are sent to everyone.
+            """
+            methods = None if name.startswith("_") else self._inner_methods
+            if methods is None or not methods.has(name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return partial(methods.call, name)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`.
@@ -108,11 +127,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _refuse_joining(self) -> None:
+    def _refuse_joining(self, remedy: str = "save or load outside") -> None:
         if self._join_config.enable:
-            raise RuntimeError(
-                "inside Join some ranks may have no inputs left, and would not come: save or load outside"
-            )
+            raise RuntimeError(f"inside Join some ranks may have no inputs left, and would not come: {remedy}")
 
     @property
     @abstractmethod

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, facts_of
+from zerostep.comm.agreement import Fact, agreed, facts_of, option_facts
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
+from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
@@ -307,6 +308,28 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _check_usable(self) -> None:
         self._training.check_usable()
+
+    @property
+    def _inner_methods(self) -> InnerMethods | None:
+        if self._training_step is None:
+            return None
+        return InnerMethods(
+            optimizers=self._inners.all,
+            everyone=self._ranks.everyone,
+            health=self._health,
+            begin=self._begin_method,
+            run=self._training.run_method,
+            facts=self._method_facts,
+            send=self._training.engine.send_all,
+        )
+
+    def _begin_method(self) -> None:
+        self._refuse_joining("call it outside")
+        self._training.begin_method()
+
+    def _method_facts(self) -> list[Fact]:
+        buckets = sorted(self._training.engine.buckets.shards)
+        return [*option_facts(self.param_groups), Fact("the buckets that were trained", str(buckets))]
 
     # ------------------------------------------------------------------ gradients
 

@@ -69,6 +69,16 @@ def is_separable(
     return _probe_once(_probe_parameters, candidate)
 
 
+def refuse_coupled(optimizer_class: OptimizerClass, options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an optimizer class that is not separable."""
+    if not is_separable(optimizer_class, options, group):
+        name = getattr(optimizer_class, "__name__", optimizer_class)
+        raise ValueError(
+            f"{name} looks at all parameters at once, so its work cannot be divided among ranks with the same "
+            "result: use it without sharding"
+        )
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """How to build an optimizer of one group."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerostep.plan.groups import options
+from zerostep.plan.modes import EVALUATION, TRAINING, switch
 
 Build = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an instance of the optimizer under trial that holds these leaves."""
@@ -67,6 +68,8 @@ _SCHEDULE = (
 # come. Only with a large learning rate do a few steps go far, and only in parameters that are zero do tiny ones show.
 _DRIFT_RATES = (None, *[1.0] * 7)
 
+_MODES = (EVALUATION, TRAINING)
+
 
 @contextmanager
 def _isolated() -> Iterator[None]:
@@ -88,6 +91,11 @@ def element_coupling(build: Build) -> str | None:
         for step in course(whole.memory):
             whole.step(step)
             pieces.step(step)
+            if reason := _element_difference(whole, pieces):
+                return reason
+        for mode in _MODES:
+            whole.switch(mode)
+            pieces.switch(mode)
             if reason := _element_difference(whole, pieces):
                 return reason
     _run_bfloat16(build)
@@ -115,9 +123,10 @@ def parameter_coupling(build: Build, shapes: Sequence[tuple[int, ...]], with_clo
         # Whatever differs between two equal replicas, such as the time of a step, shows no dependence.
         divisions: Sequence[_Division] = ([shapes], [shapes], [[shape] for shape in shapes])
         together, again, apart = (_Replica(build, each, zeros=course is _drifting) for each in divisions)
-        for step in course(together.memory):
+        further: list[_Step | str] = [*course(together.memory), *_MODES]
+        for step in further:
             for replica in (together, again, apart):
-                replica.step(step, with_closure)
+                replica.switch(step) if isinstance(step, str) else replica.step(step, with_closure)
             if not _same(together.values(), apart.values()):
                 unlike = not _same(together.values(), again.values())
                 return _DRAWS if unlike or _has_drawn(before) else COUPLES_PARAMETERS
@@ -200,6 +209,7 @@ class _Replica:
             self.memory[_SECOND] = 0
         self._leaves = [[nn.Parameter(part) for part in parts] for parts in _cut(self.memory, division)]
         self._optimizers = [build(leaves) for leaves in self._leaves]
+        self.switch(TRAINING)
         self._numbers = [_numbers(optimizer) for optimizer in self._optimizers]
 
     def step(self, step: _Step, with_closure: bool = False) -> None:
@@ -212,6 +222,11 @@ class _Replica:
             _set_rate(optimizer, step.rate)
             closure = [partial(_evaluate, leaves, parts)] if with_closure else []
             optimizer.step(*closure)
+
+    def switch(self, mode: str) -> None:
+        """Switch every instance that has modes: evaluation may show other values than training."""
+        for optimizer in self._optimizers:
+            switch(optimizer, mode)
 
     def values(self) -> Tensor:
         """All elements, as the leaves have them."""
