@@ -14,6 +14,15 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests.helpers.mode_optimizers import Averaging, MatrixAveraging, Methods
 from tests.helpers.overlap import EACH_HOOK, overlapped
 from tests.helpers.pool import Pool
+from tests.helpers.probed_optimizers import (
+    Adapts,
+    ClipsAll,
+    Distance,
+    HiddenDistance,
+    LooksAhead,
+    Plain,
+    SharpnessAware,
+)
 from tests.helpers.reference import Batch, assert_same_bits, assert_same_state_dict, build
 from tests.helpers.sharding import Contest, backward, in_ddp, series, sharded, values
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
@@ -69,9 +78,10 @@ def test_modes_of_the_sharded_optimizer_equal_plain(
 
 def _in_backward(group: ProcessGroup) -> tuple[list[Any], dict[str, Tensor]]:
     plain, ours = build(), build()
-    reference, optimizer = Averaging(plain.parameters()), sharded(group, ours, Averaging, update="backward")
+    optimizer = sharded(group, ours, Averaging, update="backward")
+    pairs: list[tuple[nn.Module, Any]] = [(in_ddp(group, plain), Averaging(plain.parameters())), (ours, optimizer)]
     for batch in series(group, 5):
-        for model, each in ((in_ddp(group, plain), reference), (ours, optimizer)):
+        for model, each in pairs:
             each.train()
             each.zero_grad()
             backward(model, batch)
@@ -89,7 +99,7 @@ def test_modes_with_updates_inside_backward(pool: Pool) -> None:
 
 def _masters(group: ProcessGroup) -> dict[str, Tensor]:
     model = build().bfloat16()
-    optimizer = sharded(group, model, Averaging, master_dtype=torch.float32, verify=True)
+    optimizer: Any = sharded(group, model, Averaging, master_dtype=torch.float32, verify=True)
     for batch in series(group, 5):
         optimizer.train()
         optimizer.zero_grad()
@@ -153,7 +163,7 @@ def test_modes_with_steps_inside_backward_equal_plain(pool: Pool, hook: str) -> 
 def _frozen(group: ProcessGroup, kind: type) -> dict[str, Tensor]:
     """Parameters that are trained no more still change with the mode, on all ranks."""
     model = build()
-    optimizer = (
+    optimizer: Any = (
         sharded(group, model, Averaging)
         if kind is ShardedOptimizer
         else ZeroRedundancyOptimizer(model.parameters(), Averaging, process_group=group)
@@ -203,9 +213,9 @@ def test_any_public_method_is_called_on_all_ranks(pool: Pool) -> None:
 
 
 def _absent(group: ProcessGroup) -> None:
-    for _, optimizer in _both(group, SGD):
-        assert not hasattr(optimizer, "train")
-        assert not hasattr(optimizer, "eval")
+    for _, each in _both(group, SGD):
+        assert not hasattr(each, "train")
+        assert not hasattr(each, "eval")
     model = build()
     named = list(model.named_parameters())
     groups = [{"params": named[:3], "optimizer_class": Averaging}, {"params": named[3:]}]
@@ -265,3 +275,58 @@ def _joining(group: ProcessGroup) -> None:
 
 def test_methods_inside_join_are_refused(pool: Pool) -> None:
     pool.run(_joining, 2)
+
+
+def _coupled(group: ProcessGroup, kind: type[Optimizer]) -> None:
+    for build_optimizer in (sharded, _zero_of):
+        with pytest.raises(ValueError, match=f"{kind.__name__} looks at all parameters at once.*without sharding"):
+            build_optimizer(group, build(), kind)
+
+
+def _zero_of(group: ProcessGroup, model: nn.Module, kind: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), kind, process_group=group)
+
+
+@pytest.mark.parametrize("kind", [Distance, HiddenDistance, Adapts, ClipsAll, SharpnessAware, LooksAhead])
+def test_classes_that_look_at_all_parameters_are_refused(pool: Pool, kind: type[Optimizer]) -> None:
+    pool.run(_coupled, 2, kind)
+
+
+def _alone(group: ProcessGroup) -> None:
+    plain, ours = build(), build()
+    reference, optimizer = Distance(plain.parameters(), lr=1.0), _zero_of(group, ours, Distance)
+    for batch in series(group, 5):
+        for model, each in ((plain, reference), (ours, optimizer)):
+            each.zero_grad()
+            backward(model, batch)
+            each.step()
+    assert_same_bits(values(ours), values(plain))
+    with pytest.raises(ValueError, match="looks at all parameters at once"):
+        ZeroRedundancyOptimizer(build().parameters(), Distance, process_group=group, overlap_with_ddp=True)
+
+
+def test_on_one_rank_nothing_is_divided_but_by_steps_inside_backward(pool: Pool) -> None:
+    pool.run(_alone, 1)
+
+
+def _added(group: ProcessGroup) -> None:
+    """A group may be the first whose options look at all parameters."""
+    first, second = build(), build()
+    optimizer = ZeroRedundancyOptimizer(first.parameters(), MayClip, process_group=group)
+    with pytest.raises(ValueError, match="MayClip looks at all parameters at once"):
+        optimizer.add_param_group({"params": list(second.parameters()), "together": True})
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+
+
+def test_a_further_group_is_tried_too(pool: Pool) -> None:
+    pool.run(_added, 2)
+
+
+class MayClip(ClipsAll):
+    """One group may look at all parameters and another not."""
+
+    def __init__(self, params: Any, together: bool = False) -> None:
+        Plain.__init__(self, params, together=together)
+
+    def update(self, group: dict[str, Any], params: Any) -> None:
+        (ClipsAll if group["together"] else Plain).update(self, group, params)

@@ -20,7 +20,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from zerostep.plan.groups import OptimizerClass
-from zerostep.plan.trial import COUPLES_PARAMETERS, PARAMETER_TRIALS, element_coupling, parameter_coupling
+from zerostep.plan.trial import PARAMETER_TRIALS, TOGETHER, element_coupling, parameter_coupling
 
 logger = logging.getLogger("zerostep")
 
@@ -165,6 +165,6 @@ def _probe_parameters(candidate: _Candidate) -> bool:
             continue
         if coupling is not None:
             logger.debug("%s %s", candidate.name, coupling)
-        return coupling != COUPLES_PARAMETERS
+        return coupling not in TOGETHER
     logger.debug("whether %s couples parameters is not known: it could not be tried (%s)", candidate.name, reasons)
     return True

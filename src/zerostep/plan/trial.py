@@ -31,6 +31,9 @@ Build = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an instance of the optimizer under trial that holds these leaves."""
 
 COUPLES_PARAMETERS = "couples parameters"
+EVALUATES_ELSEWHERE = "evaluates its closure at other values than the parameters had before the step"
+TOGETHER = (COUPLES_PARAMETERS, EVALUATES_ELSEWHERE)
+"""Why an optimizer must have all parameters in one instance."""
 _DRAWS = "draws random numbers"
 
 _Division = Sequence[Sequence[tuple[int, ...]]]
@@ -130,6 +133,9 @@ def parameter_coupling(build: Build, shapes: Sequence[tuple[int, ...]], with_clo
             if not _same(together.values(), apart.values()):
                 unlike = not _same(together.values(), again.values())
                 return _DRAWS if unlike or _has_drawn(before) else COUPLES_PARAMETERS
+        if together.evaluated_elsewhere:
+            # With its own parameters moved and the others' not, a rank would evaluate the model at a point of no step.
+            return EVALUATES_ELSEWHERE
         if not _has_drawn(before) and not _remember_the_same(together, again, apart):
             return COUPLES_PARAMETERS
     return None
@@ -202,7 +208,7 @@ class _Replica:
     def __init__(
         self, build: Build, division: _Division, dtype: torch.dtype = torch.float32, zeros: bool = False
     ) -> None:
-        self._division = division
+        self._division, self.evaluated_elsewhere = division, False
         count = sum(math.prod(shape) for shapes in division for shape in shapes)
         self.memory = _noise(torch.empty(count, dtype=dtype), torch.Generator().manual_seed(0))
         if zeros:
@@ -220,8 +226,15 @@ class _Replica:
             for leaf, part in zip(leaves, parts, strict=True):
                 leaf.grad = part
             _set_rate(optimizer, step.rate)
-            closure = [partial(_evaluate, leaves, parts)] if with_closure else []
+            closure = [partial(self._evaluate, self.values(), leaves, parts)] if with_closure else []
             optimizer.step(*closure)
+
+    def _evaluate(self, start: Tensor, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
+        """A closure whose gradients depend on the parameters, so that calls at different points differ."""
+        self.evaluated_elsewhere |= not _same(start, self.values())
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient + 0.1 * leaf.detach()
+        return torch.tensor(1.0)
 
     def switch(self, mode: str) -> None:
         """Switch every instance that has modes: evaluation may show other values than training."""
@@ -275,13 +288,6 @@ def _is_float(value: Any) -> bool:
 def _cut(memory: Tensor, division: _Division) -> list[list[Tensor]]:
     parts = iter(memory.split([math.prod(shape) for shapes in division for shape in shapes]))
     return [[next(parts).view(shape) for shape in shapes] for shapes in division]
-
-
-def _evaluate(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-    """A closure whose gradients depend on the parameters, so that calls at different points differ."""
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        leaf.grad = gradient + 0.1 * leaf.detach()
-    return torch.tensor(1.0)
 
 
 def _set_rate(optimizer: Optimizer, rate: float | None) -> None:
