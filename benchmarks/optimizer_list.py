@@ -93,22 +93,36 @@ _LEFT_OUT = {
         ),
     ),
 }
+# Of the large collections, the classes that are used most; `everything=True` takes all.
+_CHOSEN = {
+    "timm": ("AdamP", "Adafactor", "Adopt", "Kron", "LaProp", "Lamb", "Lars", "Lion", "MADGRAD", "Mars", "NAdamW", "Muon"),
+    "heavyball": ("ADOPT", "AdamW", "LaProp", "MSAMLaProp", "Muon", "PSGDKron", "SFAdamW", "SOAP"),
+    "bitsandbytes": ("Adam8bit", "AdamW", "AdamW8bit", "AdEMAMix", "LAMB", "LARS", "Lion", "Lion8bit", "SGD8bit"),
+    "torch-optimizer": ("AdaBound", "AdamP", "Apollo", "DiffGrad", "Lamb", "NovoGrad", "QHAdam", "Shampoo", "Yogi"),
+    "pytorch_optimizer": (
+        *("ADOPT", "AdEMAMix", "AdaFactor", "AdaMuon", "AdamMini", "AdamP", "Adan", "CAME", "Fira", "GaLore", "Kron"),
+        *("LaProp", "Lamb", "Lion", "MADGRAD", "MARS", "Muon", "NovoGrad", "Prodigy", "Ranger21", "SCION", "SOAP"),
+        *("ScalableShampoo", "ScheduleFreeAdamW", "Shampoo", "SophiaH", "StableAdamW", "Tiger"),
+    ),
+}
 _MATRICES = ("Muon", "SingleDeviceMuon")
 _CLOSURE = ("LBFGS", "AliG", "Closure")
 _OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("torch", "SGD"): {"lr": 0.05, "momentum": 0.9},
     ("torch", "LBFGS"): {"lr": 0.1, "max_iter": 3},
+    ("galore-torch", "GaLoreAdafactor"): {"lr": 1e-2, "relative_step": False},
+    ("transformers", "Adafactor"): {"lr": 1e-2, "relative_step": False},
     ("sophia-opt", "SophiaG"): {"lr": 1e-3},
 }
 _RATES = {"dadaptation": 1.0, "prodigyopt": 1.0, "prodigy-plus-schedule-free": 1.0}
 
 
-def entries(package: str) -> Iterator[Entry]:
+def entries(package: str, everything: bool = False) -> Iterator[Entry]:
     """The classes of a package, in the order of their names; raises `ImportError` if it is not installed."""
     module = importlib.import_module(MODULES[package])
     for name, kind in sorted(vars(module).items()):
         left_out = name in _LEFT_OUT.get(package, ()) or name.startswith(("_", "Paged")) or name.endswith("32bit")
-        if _is_optimizer(kind) and not left_out:
+        if _is_optimizer(kind) and not left_out and (everything or name in _CHOSEN.get(package, (name,))):
             options = _OPTIONS.get((package, name), _rate(package, kind))
             yield Entry(package, MODULES[package], name, options, name in _MATRICES, name.endswith(_CLOSURE))
 

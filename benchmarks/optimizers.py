@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import math
 import multiprocessing
@@ -237,6 +238,20 @@ def run_entry(entry: Entry, steps: int = STEPS) -> Row:
     return combine(entry, results)
 
 
+def run_or_recall(entry: Entry, steps: int, kept: Path | None) -> Row:
+    """The row of an entry from a file of results, or a new one, which is then added to it."""
+    key = f"{entry.package} {entry.name}"
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    known = {found["class"]: found for found in map(json.loads, lines)}
+    if key in known:
+        return Row(entry, known[key]["ways"], known[key]["note"])
+    row = run_entry(entry, steps)
+    if kept is not None:
+        with kept.open("a") as file:
+            file.write(json.dumps({"class": key, "ways": row.ways, "note": row.note}) + "\n")
+    return row
+
+
 def _receive(receivers: Sequence[Connection], sentinels: Sequence[int]) -> list[tuple[dict[str, str], str]] | None:
     end, found = time.monotonic() + DEADLINE, dict[int, tuple[dict[str, str], str]]()
     while len(found) < len(receivers):
@@ -326,16 +341,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--classes", default="", help="only these classes")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=1, help="how many classes are tried at the same time")
+    parser.add_argument("--all", action="store_true", help="all classes of the large collections, too")
+    parser.add_argument("--keep", type=Path, help="a file of results: what it has is not tried again, the rest is added")
     parser.add_argument("--markdown", type=Path, help="write the table into this file")
     chosen = parser.parse_args(arguments)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["benchmarks.optimizer_list", "zerostep", "torch._dynamo"]
     )
     rows, only = list[Row](), set(filter(None, chosen.classes.split(",")))
-    found = [entry for package in installed(chosen.packages.split(",")) for entry in entries(package)]
+    found = [entry for package in installed(chosen.packages.split(",")) for entry in entries(package, chosen.all)]
     wanted = [entry for entry in found if not only or entry.name in only]
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        for row in pool.map(functools.partial(run_entry, steps=chosen.steps), wanted):
+        for row in pool.map(functools.partial(run_or_recall, steps=chosen.steps, kept=chosen.keep), wanted):
             rows.append(row)
             print(f"{row.entry.package} {row.entry.name}: {row.ways} {row.note}", flush=True)
     text = f"{summary(rows)}\n\n{table(rows)}\n"
