@@ -16,6 +16,10 @@ class VerificationError(RuntimeError):
     """A step of the sharded optimizer differs from the same step of an unsharded one."""
 
 
+class AuditError(RuntimeError):
+    """Ranks hold different bits of what must be the same; the message names the tensor and the ranks."""
+
+
 class StepMismatchError(RuntimeError):
     """Ranks are not in the same step, or not with the same options; the message has the values of each rank."""
 

@@ -50,6 +50,33 @@ def test_a_change_of_requires_grad_raises(pool: Pool, hook: str, options: dict[s
     pool.run(_freeze, 2, hook, options, start)
 
 
+def _cast(group: ProcessGroup, hook: str, dtype: torch.dtype, no_grad_first: bool) -> None:
+    ddp = in_ddp(group)
+    zero = overlapped(ddp, hook)
+    series = rank_batches(group, 3)
+    train(ddp, zero, series[:2])
+    ddp.to(torch.float32)  # nothing moves
+    train(ddp, zero, series[2:])
+    ddp.to(dtype)
+    batch: Batch = tuple(part.to(dtype) if part.is_floating_point() else part for part in series[2])  # type: ignore[assignment]
+    if no_grad_first:
+        with torch.no_grad():
+            ddp.module(batch[0])  # an evaluation in another dtype is not a mistake
+    zero.zero_grad()
+    sentence = rf"parameter 'param\.0' was torch\.float32 on cpu, and is now {dtype} on cpu, .* anew"
+    with pytest.raises(RuntimeError, match=sentence):
+        backward(ddp, batch)
+    ddp.to(torch.float32)  # as it was, but DDP's own hooks are gone
+    with pytest.raises(RuntimeError, match=sentence):
+        backward(ddp, series[2])
+
+
+@pytest.mark.parametrize(("dtype", "no_grad_first"), [(torch.bfloat16, True), (torch.float64, False)], ids=str)
+@EACH_HOOK
+def test_a_cast_after_construction_raises(pool: Pool, hook: str, dtype: torch.dtype, no_grad_first: bool) -> None:
+    pool.run(_cast, 2, hook, dtype, no_grad_first)
+
+
 def _pass_an_ordinary_optimizer(group: ProcessGroup, hook: str) -> None:
     ddp = in_ddp(group)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, process_group=group, lr=0.1)

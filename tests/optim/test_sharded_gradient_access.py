@@ -34,7 +34,7 @@ READINGS: dict[str, Callable[[Tensor], object]] = {
     "comparison": lambda grad: grad == 0,
     "not a number": lambda grad: torch.isnan(grad).any(),
     "largest": lambda grad: grad.abs().max(),
-    "double": lambda grad: grad.double(),
+    "double": lambda grad: grad.double().tolist(),
     "data": lambda grad: grad.data,
     "multiplication by a tensor of its shape": lambda grad: grad.mul_(torch.ones(grad.shape)),
     "copy": lambda grad: torch.zeros(grad.shape).copy_(grad),

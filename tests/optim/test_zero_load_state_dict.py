@@ -190,7 +190,7 @@ def _replaced(group: dist.ProcessGroup) -> None:
     train(model, zero, same_data(2))
     saved = full_state_dict(zero)
     kept = {index: entry for index, entry in saved["state"].items() if index % 3 == 0}
-    zero.load_state_dict({**saved, "state": kept})
+    zero.load_state_dict({**saved, "state": kept}, allow_missing=True)
     index_of = zero._param_to_index
     assert {index_of[param] for param in zero.state} == {
         i for i in kept if zero._param_to_rank[_param(zero, i)] == zero.rank

@@ -322,7 +322,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "reshape": lambda grad: grad.reshape(-1),
     "T": lambda grad: grad.T,
     "clone": lambda grad: grad.clone(),
-    "double": lambda grad: grad.double(),
+    "double": lambda grad: grad.double().sum(),
     "stack": lambda grad: torch.stack([grad]),
     "torch.tensor": torch.tensor,
     "deepcopy": copy.deepcopy,

@@ -16,6 +16,7 @@ from zerostep.checkpoint.single_file import check_free, new_file
 from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import has_name, header_of, memory_of
 from zerostep.errors import CheckpointError
+from zerostep.state.missing import complete_state_dict
 from zerostep.state.param_state import MASTER
 
 Tree = dict[Any, Any]
@@ -64,7 +65,7 @@ def open_verified(path: Path) -> Reader:
 def _optimizer(reader: Reader, masters: bool) -> Tree:
     """Return the optimizer's state dict, with tensors that are still on disk."""
     state: Tree = {index: _entry(reader, index, masters) for index in reader.with_state}
-    return {"state": state | reader.global_state(StoredTensor.in_file), "param_groups": _groups(reader)}
+    return complete_state_dict(state | reader.global_state(StoredTensor.in_file), _groups(reader))
 
 
 def _entry(reader: Reader, index: int, masters: bool) -> Tree:

@@ -21,7 +21,7 @@ from zerostep.checkpoint.weights import apply_weights, check_weights
 from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.transport import NullTransport, connect
 from zerostep.errors import CheckpointError
-from zerostep.optim.view import OptimizerView, view_of
+from zerostep.optim.view import OptimizerView, applying, view_of
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.consolidate import pack_groups
 
@@ -81,15 +81,10 @@ def _apply(reader: Reader, view: OptimizerView, model: nn.Module | None) -> None
         saved = {index: state for index, state in states.items() if state.names()}
         chosen = [dict(group.options) for group in reader.manifest.groups]
         commit = view.restore(saved, reader.global_state(), chosen, reader.manifest.step)
-    try:
-        with agreed(view.everyone):
-            if model is not None:
-                apply_weights(reader, model)
-            commit()
-    except BaseException as error:
-        # Raised on every rank, wherever it failed: some ranks may have applied everything, others only a part.
-        view.mark_broken(f"loading {reader.path} failed half-way: {error}")
-        raise
+    with applying(view, f"loading {reader.path}"):
+        if model is not None:
+            apply_weights(reader, model)
+        commit()
 
 
 # ---------------------------------------------------------------------- matching parameters

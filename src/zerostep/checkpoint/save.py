@@ -39,7 +39,7 @@ from zerostep.comm.background import PendingSave
 from zerostep.comm.codec import encode
 from zerostep.comm.objects import copy_object, gather_object
 from zerostep.comm.transport import Transport
-from zerostep.errors import CheckpointError
+from zerostep.errors import CheckpointError, TransportError
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.groups import own_options
 from zerostep.state.consolidate import pack_groups
@@ -83,7 +83,9 @@ def save(
         content = _prepare(view, target, model, keep)
         extra_text = _extra_text(extra, view.everyone.world_size)
         # Copied before this returns: the next step changes the live tensors while the background thread writes.
-        content = content if wait else content.to_host()
+        if not wait:
+            with _reporting_copy_errors(content, view.everyone.rank):
+                content = content.to_host()
         agreement.compare(_facts(view, content, wait), _REMEDY)
     extras = gather_object(view.everyone, lambda: extra_text, 0)
     if wait:
@@ -212,15 +214,15 @@ def _write(transport: Transport, content: _Content, extras: list[str]) -> None:
     draft = draft_of(content.path, token)
     with ExitStack() as lock:  # held until the end: rank 0's lock keeps other jobs from removing the draft
         try:
-            with agreed(transport), _reporting_write_errors(content.path):
+            with agreed(transport), _reporting_write_errors(content.path, transport.rank):
                 if transport.rank == 0:
                     _make_parents(content.path)
                     lock.enter_context(locked_draft(draft))
             written = _run_with_heartbeat(transport, lambda: _write_own(content, draft, token))
-            with agreed(transport), _reporting_write_errors(content.path):
+            with agreed(transport), _reporting_write_errors(content.path, transport.rank):
                 record = written.result()
             files = _all_gather_records(transport, content, record)
-            with agreed(transport), _reporting_write_errors(content.path):
+            with agreed(transport), _reporting_write_errors(content.path, transport.rank):
                 if transport.rank == 0:
                     _publish(content, draft, token, extras, files)
         except BaseException:
@@ -237,17 +239,22 @@ def _run_with_heartbeat(transport: Transport, function: Callable[[], T]) -> Futu
     """
     result: Future[T] = Future()
     thread = Thread(target=_run_into, args=(result, function), name="zerostep-write")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # no room for a further thread: the others must not wait for this rank's messages
+        result.set_exception(error)
     beat = _FIRST_BEAT
     try:
         while True:
-            thread.join(beat)
+            if not result.done():
+                thread.join(beat)
             beat = min(1.2 * beat, _LAST_BEAT)
             if all(row[0] for row in transport.all_gather_ints([result.done()])):
                 return result
     finally:
         # Also after a lost peer: the thread still writes files that the caller is about to remove.
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _run_into(result: Future[T], function: Callable[[], T]) -> None:
@@ -258,13 +265,31 @@ def _run_into(result: Future[T], function: Callable[[], T]) -> None:
 
 
 @contextmanager
-def _reporting_write_errors(path: Path) -> Iterator[None]:
-    """Convert OSError, which names a hidden directory, into a CheckpointError that names the checkpoint."""
+def _reporting_copy_errors(content: _Content, rank: int) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (MemoryError, RuntimeError) as error:
+        nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
         raise CheckpointError(
-            f"{path} could not be written: {error}; older checkpoints are intact: see to the disk, then save again"
+            f"{content.path} could not be saved: rank {rank} has no memory for a copy of {nbytes} bytes: "
+            f"{error}; older checkpoints are intact: save with wait=True, which copies nothing"
+        ) from error
+
+
+@contextmanager
+def _reporting_write_errors(path: Path, rank: int) -> Iterator[None]:
+    """Convert OSError, which names a hidden directory, into a CheckpointError that names checkpoint and rank.
+
+    The same for a lack of memory, but not for a lost peer.
+    """
+    try:
+        yield
+    except (CheckpointError, TransportError):
+        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error} (on rank {rank}); older checkpoints are intact: see "
+            "to the disk and the memory, then save again"
         ) from error
 
 

@@ -30,7 +30,7 @@ _TEXT_INTS = 64  # longer texts are cut: all ranks must gather equally many inte
 _REMEDY = "build the optimizer from the same parameters, in the same order and with the same options, on every rank"
 # A peer's error is raised as the same class if it is one of these, else as RuntimeError.
 _SAME_CLASS: dict[str, type[Exception]] = {
-    error_class.__name__: error_class for error_class in (ValueError, TypeError, KeyError, CheckpointError)
+    error_class.__name__: error_class for error_class in (ValueError, TypeError, KeyError, MemoryError, CheckpointError)
 }
 
 
@@ -153,8 +153,14 @@ def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) 
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have other things, the first of them"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {short_list(ranks)} have other things, the first of them"
+
+
+def short_list(ranks: Sequence[int]) -> str:
+    """The first eight ranks, as text."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _facts_of_rank_0(transport: Transport, facts: Sequence[Fact]) -> list[Fact]:

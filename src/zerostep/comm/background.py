@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+from zerostep.comm.agreement import agreed
 from zerostep.comm.transport import Transport
 from zerostep.errors import CheckpointError, TransportError
 
@@ -27,13 +29,22 @@ class PendingSave:
         self._work: Callable[[], None] | None = work
         self.error: BaseException | None = None
         self.reported = False  # whether `wait` has returned or raised on this rank
+        self._may_begin = threading.Event()
         # Not a daemon thread: at exit the interpreter waits until the checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="zerostep-save")
         self._thread.start()
 
+    def begin(self, cancelled: bool = False) -> None:
+        """Let the thread work, or end it: it communicates only once every rank has a thread."""
+        if cancelled:
+            self._work = None
+        self._may_begin.set()
+
     def _run(self) -> None:
         """Runs on the background thread."""
-        assert self._work is not None
+        self._may_begin.wait()
+        if self._work is None:
+            return
         try:
             self._work()
         except BaseException as error:
@@ -82,8 +93,17 @@ class BackgroundSaves:
         if self._transports is None:
             self._transports = _Transports(self._everyone.companion(), self._everyone.companion())
         transport = self._transports.save
-        self._current = PendingSave(lambda: work(transport))
-        return self._current
+        save: PendingSave | None = None
+        try:
+            with agreed(self._everyone), _starting(self._everyone.rank):
+                save = PendingSave(lambda: work(transport))
+        except BaseException:
+            if save is not None:
+                save.begin(cancelled=True)
+            raise
+        save.begin()
+        self._current = save
+        return save
 
     def raise_if_failed(self) -> None:
         """Raise if the current save has failed on any rank; a collective before each step, while there is a save."""
@@ -115,6 +135,17 @@ class BackgroundSaves:
         if failed and not all(row[1] for row in rows):
             current.wait()
             raise CheckpointError(f"a checkpoint could not be written in the background: rank {failed[0]} failed")
+
+
+@contextmanager
+def _starting(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            f"a checkpoint could not be written in the background: rank {rank} cannot start a thread: {error}; the "
+            "ones before it are intact"
+        ) from error
 
 
 def _status(save: PendingSave) -> int:

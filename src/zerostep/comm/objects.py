@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from struct import Struct
 from typing import Any
 
@@ -37,18 +38,45 @@ def receive_object(transport: Transport, source: int) -> Any:
 def gather_object(transport: Transport, make: Callable[[], Any], to: int) -> list[Any]:
     """On rank `to`: what `make` returned on every rank, by rank, as copies in host memory. Elsewhere an empty list.
 
-    A collective: if `make` fails on one rank, all ranks raise. A value is sent to rank `to` alone.
+    A collective: if `make` or an allocation fails on one rank, all ranks raise. A value is sent to rank `to` alone.
     """
     packed = _pack_together(transport, make, f"rank {to}")
     rows = transport.all_gather_ints([len(packed.text), packed.nbytes])
-    values = []
-    for source in range(transport.world_size):
-        if transport.rank == to:
-            values.append(_copy_to_host(packed) if source == to else _receive(transport, source, *rows[source]))
-        elif transport.rank == source:
-            stream.send_bytes(transport, packed.text, to)
-            stream.send(transport, packed.tensors, to)
-    return values
+    if transport.rank != to:
+        _send_together(transport, packed, to)
+        return []
+    return _receive_together(transport, packed, rows)
+
+
+def _send_together(transport: Transport, packed: Packed, to: int) -> None:
+    """A sender's part of `gather_object`: the `agreed` blocks and transfers of `_receive_together`, in its order."""
+    scratch = stream.Scratch(transport.wire_device)
+    with agreed(transport), _allocating(transport, packed.nbytes):
+        scratch.reserve(packed.tensors)
+    stream.send_bytes(transport, packed.text, to)
+    with agreed(transport):
+        pass
+    stream.send(transport, packed.tensors, to, scratch)
+
+
+def _receive_together(transport: Transport, packed: Packed, rows: Sequence[Sequence[int]]) -> list[Any]:
+    """All ranks' values, their own memory allocated before any sender begins to send tensors."""
+    own, total = transport.rank, sum(nbytes for _, nbytes in rows)
+    sources = [source for source in range(transport.world_size) if source != own]
+    with agreed(transport), _allocating(transport, sum(size for size, _ in rows)):
+        buffers = {source: bytearray(_checked_size(rows[source][0], source)) for source in sources}
+    texts = {source: stream.receive_into(transport, buffers[source], source) for source in sources}
+    with agreed(transport), _allocating(transport, total):
+        expected = {source: _checked_specs(texts[source], rows[source][1], source) for source in sources}
+        tensors = {source: [empty(spec, _HOST) for spec in expected[source]] for source in sources}
+        scratch = stream.Scratch(transport.wire_device)
+        for received in tensors.values():
+            scratch.reserve(received)
+        values = {own: _copy_to_host(packed)}
+    for source in sources:
+        stream.receive(transport, tensors[source], source, scratch)
+        values[source] = unpack(texts[source], tensors[source])
+    return [values[source] for source in range(transport.world_size)]
 
 
 def copy_object(value: Any) -> Any:
@@ -62,9 +90,24 @@ def broadcast_object(transport: Transport, value: Any, source: int, device: torc
     packed = _pack_together(transport, lambda: value if here else None, f"everyone from rank {source}")
     size, nbytes = transport.all_gather_ints([len(packed.text), packed.nbytes])[source]
     text = stream.broadcast_bytes(transport, packed.text if here else bytes(_checked_size(size, source)), source)
-    tensors = packed.tensors if here else [empty(spec, device) for spec in _checked_specs(text, nbytes, source)]
-    stream.broadcast(transport, tensors, source)
+    with agreed(transport), _allocating(transport, nbytes):
+        tensors = packed.tensors if here else [empty(spec, device) for spec in _checked_specs(text, nbytes, source)]
+        scratch = stream.Scratch(transport.wire_device)
+        scratch.reserve(tensors)
+    stream.broadcast(transport, tensors, source, scratch)
     return value if here else unpack(text, tensors)
+
+
+@contextmanager
+def _allocating(transport: Transport, nbytes: int) -> Iterator[None]:
+    """Say which rank has no memory, and for how much: torch's own error has neither."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise MemoryError(
+            f"rank {transport.rank} has no memory for {nbytes} bytes of tensors and text from other ranks: {error}; "
+            "make room, or save with zerostep.save, which collects nothing"
+        ) from error
 
 
 def _pack_together(transport: Transport, make: Callable[[], Any], target: str) -> Packed:

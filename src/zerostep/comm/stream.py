@@ -36,19 +36,19 @@ def pieces(memories: Iterable[Tensor], limit: int = PIECE_BYTES) -> Iterator[lis
         yield piece
 
 
-def send(transport: Transport, tensors: Sequence[Tensor], to: int) -> None:
+def send(transport: Transport, tensors: Sequence[Tensor], to: int, scratch: Scratch | None = None) -> None:
     """Send dense tensors to one rank, which calls `receive`."""
-    _run_transfers(transport, tensors, lambda memory: transport.start_send(memory, to), sending=True)
+    _run_transfers(transport, tensors, lambda memory: transport.start_send(memory, to), True, scratch)
 
 
-def receive(transport: Transport, tensors: Sequence[Tensor], source: int) -> None:
+def receive(transport: Transport, tensors: Sequence[Tensor], source: int, scratch: Scratch | None = None) -> None:
     """Overwrite dense tensors with those that rank `source` sends."""
-    _run_transfers(transport, tensors, lambda memory: transport.start_receive(memory, source), sending=False)
+    _run_transfers(transport, tensors, lambda memory: transport.start_receive(memory, source), False, scratch)
 
 
-def broadcast(transport: Transport, tensors: Sequence[Tensor], source: int) -> None:
+def broadcast(transport: Transport, tensors: Sequence[Tensor], source: int, scratch: Scratch | None = None) -> None:
     """Overwrite dense tensors with those of rank `source`, on all ranks."""
-    memories, sending = _PieceMemory(transport.wire_device), transport.rank == source
+    memories, sending = scratch or Scratch(transport.wire_device), transport.rank == source
     for piece in _byte_pieces(tensors):
         memory = memories.acquire(piece, copy_in=sending)
         transport.broadcast(memory, source)
@@ -62,7 +62,11 @@ def send_bytes(transport: Transport, data: bytes, to: int) -> None:
 
 def receive_bytes(transport: Transport, size: int, source: int) -> bytes:
     """Receive `size` bytes from one rank."""
-    data = bytearray(size)
+    return receive_into(transport, bytearray(size), source)
+
+
+def receive_into(transport: Transport, data: bytearray, source: int) -> bytes:
+    """Receive as many bytes from one rank as `data` has, into it."""
     receive(transport, [_tensor(data)], source)
     return bytes(data)
 
@@ -74,12 +78,19 @@ def broadcast_bytes(transport: Transport, data: bytes, source: int) -> bytes:
     return bytes(received)
 
 
-class _PieceMemory:
+class Scratch:
     """The memory to send or receive a piece: the tensor itself if it is one on the wire device, else scratch."""
 
     def __init__(self, wire_device: torch.device) -> None:
         self._device = wire_device
         self._spare: list[Tensor] = []
+
+    def reserve(self, tensors: Sequence[Tensor]) -> None:
+        """Allocate now what tensors will need, so that a lack of memory is noticed before anything is sent."""
+        sizes = [sum(part.numel() for part in piece) for piece in _byte_pieces(tensors) if not self._is_direct(piece)]
+        needed = max(sizes, default=0)
+        for _ in range(min(len(sizes), _PIECES_IN_FLIGHT)):
+            self._spare.append(torch.empty(needed, dtype=torch.uint8, device=self._device))
 
     def acquire(self, piece: list[Tensor], copy_in: bool) -> Tensor:
         """The memory for a piece; with `copy_in` it holds the piece's bytes."""
@@ -112,9 +123,13 @@ def _byte_pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _run_transfers(
-    transport: Transport, tensors: Sequence[Tensor], start: Callable[[Tensor], Transfer], sending: bool
+    transport: Transport,
+    tensors: Sequence[Tensor],
+    start: Callable[[Tensor], Transfer],
+    sending: bool,
+    scratch: Scratch | None,
 ) -> None:
-    memories = _PieceMemory(transport.wire_device)
+    memories = scratch or Scratch(transport.wire_device)
 
     def finish(piece: list[Tensor], transfer: Transfer) -> None:
         # Scratch may be reused only after the wait: until then the backend reads or writes it.

@@ -18,7 +18,7 @@ from zerostep.comm.objects import gather_object
 from zerostep.errors import CheckpointError
 from zerostep.integrations.dcp_metadata import DcpMetadata, StateInfo, names_of
 from zerostep.integrations.dcp_tensor import DcpTensor, region
-from zerostep.optim.view import OptimizerView, view_of
+from zerostep.optim.view import OptimizerView, applying, view_of
 from zerostep.plan.layout import ParamSpec, Span
 from zerostep.state.expected import ExpectedState, state_predictor
 from zerostep.state.param_state import MASTER, ParamState, SavedState, order_of, shaped
@@ -72,7 +72,7 @@ class DcpState:
             saved = dict(_saved_states(metadata, view, names, state_dict["state"]))
             options = [dict(group) for group in metadata.options]
             commit = view.restore(saved, metadata.global_state, options, metadata.step)
-        with agreed(view.everyone):
+        with applying(view, "loading what torch.distributed.checkpoint has read"):
             commit()
 
 

@@ -58,6 +58,16 @@ class Shard(FlatBucket):
             self.master[changed] = self.owned[changed].to(self.master.dtype)
             self._versions = self._count_versions()
 
+    def check_params(self) -> None:
+        """Raise `ValueError` if a parameter has another dtype or device than the bucket.
+
+        Shapes are left to `sync_with_params`: this runs in every pass, and must not wait for late parameters.
+        """
+        dtype, device = self._flat.dtype, self._flat.device
+        for position, param in enumerate(self._params):
+            if param.dtype != dtype or param.device != device:
+                self._check_unchanged(position)
+
     def _check_unchanged(self, position: int) -> None:
         param, name, (shape, dtype, device) = self._params[position], self._names[position], self._signatures[position]
         if _signature(param) != (shape, dtype, device):

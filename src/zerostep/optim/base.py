@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.plan.groups import all_params
+from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
 from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
 
@@ -32,6 +33,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     world_size: int
     process_group: Any
     _health: Health
+    _audits: Audits
     _all_state_dicts: list[Any]
 
     def _check_usable(self) -> None:
@@ -56,7 +58,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """The collected parts as one state dict."""
 
     @abstractmethod
-    def _load_whole(self, state_dict: StateDict) -> None:
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
 
     @property
@@ -111,23 +113,45 @@ class PartitionedOptimizer(Optimizer, Joinable):
             state_dict = state_dict if replaced is None else replaced
         return state_dict
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, allow_missing: bool = False) -> None:
         """Take this rank's part of a full state dict, whatever optimizer or world size it comes from.
 
         Local, to be called on every rank. The whole dict is checked first; an error leaves everything as it was. The
-        argument is neither changed nor shared.
+        argument is neither changed nor shared. A dict that has the state of some trained parameters and not of others
+        is refused, unless it is of this package and says that they had none; `allow_missing=True` starts them anew.
         """
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        self._load_whole(state_dict)
+        self._load_whole(state_dict, allow_missing)
         self._all_state_dicts = []
         self._health.mark_recovered()
+        self._health.count_local_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _refuse_joining(self, remedy: str = "save or load outside") -> None:
+    @abstractmethod
+    def _audit_subject(self) -> AuditSubject:
+        """What an audit compares, once all parameters are in place."""
+
+    def audit(self) -> AuditReport:
+        """Compare over all ranks, bit for bit, what must be the same on them; all ranks call it.
+
+        That is every parameter, masters and the parameters that they round to, the options of the groups and, on a mesh
+        with replicas, the state that several ranks hold. Raises `AuditError`, on all ranks, with the name of the first
+        tensor that differs and the ranks where it does. State that one rank alone holds is not seen.
+        """
+        self._refuse_joining()
+        self._check_usable()
+        return audit(self._audit_subject())
+
+    def _audit_after_step(self, step: int) -> None:
+        """Audit if `audit_every` says so; not in a join context, where some ranks may have left."""
+        if not self._join_config.enable:
+            self._audits.after_step(step, self._audit_subject)
+
+    def _refuse_joining(self, remedy: str = "save, load or audit outside") -> None:
         if self._join_config.enable:
             raise RuntimeError(f"inside Join some ranks may have no inputs left, and would not come: {remedy}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from zerostep.comm.agreement import Fact, agreed, facts_of, option_facts
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
+from zerostep.comm.value_samples import ValueSamples
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
 from zerostep.optim.inner_methods import InnerMethods
@@ -32,13 +34,15 @@ from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
 from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_shared_memory, refuse_sparse
+from zerostep.plan.layout import ParamSpec
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
+from zerostep.state.audit import Audits, AuditSubject
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
 from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
 from zerostep.step.health import Health
-from zerostep.step.initial_values import broadcast_values
+from zerostep.step.initial_values import broadcast_facts, broadcast_values, tensors_of
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_params import clear_grads
@@ -78,9 +82,11 @@ class ShardedOptimizer(PartitionedOptimizer):
             parameters, but at least 1 and at most 5; on an accelerator a 32nd, but at least 25 and at most 100.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
+            step or more later.
         **defaults: options for the inner optimizer.
 
-    The constructor, `step`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
+    The constructor, `step`, `audit`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
     collective: all ranks call them.
     """
 
@@ -102,6 +108,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduce_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
         verify: bool | int = False,
+        audit_every: int | None = None,
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
@@ -119,8 +126,13 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.everyone) as agreement:
+            self._audits = Audits(audit_every)
             self._build(params, verify)
-            agreement.compare([*self._facts(), Fact("verify", repr(verify))])
+            broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
+            extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
+            agreement.compare([*self._facts(broadcast), *extra])
+            samples = self._sample_unnamed()
+        samples.compare(self._ranks.everyone, must_be_equal=False)
         self._start()
         if verify:
             steps = _VERIFIED_STEPS if verify is True else verify
@@ -156,6 +168,8 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
+        if self._ddp is not None:
+            self._check_ranks(self._ddp)
         if self._ddp is None or self._settings.reduction == "all":
             return
         known = set(map(id, self._all_params))
@@ -167,22 +181,50 @@ class ShardedOptimizer(PartitionedOptimizer):
                 'gradient: pass all trainable parameters, freeze it, or use reduction="all"'
             )
 
-    def _facts(self) -> list[Fact]:
+    def _check_ranks(self, ddp: DistributedDataParallel) -> None:
+        """Raise if DDP has equal gradients, or equal parameters, on other ranks than this optimizer."""
+        ours, theirs = (dist.get_process_group_ranks(group) for group in (self.process_group, ddp.process_group))
+        inside = self._settings.reduction == "all" and set(ours) <= set(theirs)  # DDP sums, each subgroup shards
+        if set(ours) != set(theirs) and not inside:
+            raise ValueError(
+                f"the optimizer spans ranks {sorted(ours)}, the DDP module ranks {sorted(theirs)}, so replicas would "
+                "part: give both the same process group, or the optimizer a mesh of the module's ranks"
+            )
+
+    def _facts(self, broadcast: Sequence[Fact] = ()) -> list[Fact]:
         default = self._planner.default_class
         classes = [getattr(class_of(group, default), "__qualname__", "another") for group in self.param_groups]
         wrapped = "wrapped in DDP" if self._ddp is not None else "bare"
         return [
-            *facts_of(self.param_groups, self._layout.params, default, with_strides=True),
+            *facts_of(self.param_groups, self._specs_with_model_names(), default, with_strides=True),
             Fact("the optimizer classes of the groups", ", ".join(classes)),
             Fact("the settings", f"{self._settings}, {wrapped}"),
+            *broadcast,
             Fact("the layout", self._layout.digest()),
         ]
+
+    def _specs_with_model_names(self) -> list[ParamSpec]:
+        """The specs with the names of the model, to be compared: in checkpoints unnamed parameters stay unnamed."""
+        known = {id(param): name for name, param in self._model.named_parameters()}
+        pairs = enumerate(zip(self._layout.params, self._all_params, strict=True))
+        return [replace(spec, name=_compared_name(spec, i, known.get(id(param)))) for i, (spec, param) in pairs]
+
+    def _sample_unnamed(self) -> ValueSamples:
+        """Samples of parameters that have no name, neither of their own nor in the model: only values show an order."""
+        specs = self._specs_with_model_names()
+        entries = enumerate(zip(specs, self._all_params, strict=True))
+        unnamed = [(f"parameter {index}", param) for index, (spec, param) in entries if spec.name == f"param.{index}"]
+        return ValueSamples([title for title, _ in unnamed], [param for _, param in unnamed])
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """All that rank 0 sends to the others before the first step of a bare module, with titles."""
+        return tensors_of(self._model, self._layout.params, self._all_params)
 
     def _start(self) -> None:
         """All ranks agree: move the parameters into flat memory and register hooks."""
         reduces = self._ddp is None or self._settings.reduction == "scatter"
         if self._ddp is None:
-            self._broadcast_model()
+            broadcast_values(self._ranks, [tensor for _, tensor in self._tensors()])
         engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer)
         members = [list[Tensor]() for _ in self.param_groups]
         for leaf in engine.buckets.bind_trainable():
@@ -197,12 +239,6 @@ class ShardedOptimizer(PartitionedOptimizer):
         )
         self._state = ShardedState(self._training_step, self._inners, groups, self._planner, self._ranks)
         self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
-
-    def _broadcast_model(self) -> None:
-        """Parameters and buffers of rank 0 to all ranks."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        known = set(map(id, tensors))
-        broadcast_values(self._ranks, tensors + [param for param in self._all_params if id(param) not in known])
 
     def _make_grad_source(self, engine: Engine, reduces: bool) -> GradSource:
         if self._ddp is None:
@@ -241,6 +277,8 @@ class ShardedOptimizer(PartitionedOptimizer):
                 passes = self._training.engine.iteration.passes
                 fact = Fact("the number of backward passes since the last step", str(passes))
                 agreement.compare([fact, *self._facts()], _ADDING)
+                samples = self._sample_unnamed()
+            samples.compare(self._ranks.everyone, must_be_equal=False)
         except Exception:
             del self.param_groups[before[0] :]
             self._layout = before[1]
@@ -289,6 +327,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             self._training.engine.settle()  # a pass of gradients that were set by hand is an event of its own
             self._join.step()
         self._training.run(joining=self._join_config.enable)
+        self._audit_after_step(self._training.count)
         return None if closure is None else closure()
 
     def _refuse_step_without_sync(self) -> None:
@@ -396,8 +435,23 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return self._state.consolidated(self._all_state_dicts)
 
-    def _load_whole(self, state_dict: StateDict) -> None:
-        self._state.load_whole(state_dict)
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
+        self._state.load_whole(state_dict, allow_missing)
+
+    def _audit_subject(self) -> AuditSubject:
+        self._training.ensure_complete()
+        buckets = self._training.engine.buckets
+        buckets.follow_params()
+        return AuditSubject(
+            everyone=self._ranks.everyone,
+            positions=self._ranks.positions,
+            specs=self._layout.params,
+            params=buckets.params,
+            groups=self.param_groups,
+            masters=buckets.masters(),
+            param_states=self._state.leaves.param_states,
+            step=self._training.count,
+        )
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
@@ -418,6 +472,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             group_optimizer=self._state.group_optimizer,
             loads_whole_state=self._training.verifies,
             restore=self._restore,
+            begin_load=self._health.begin_shared_load,
             mark_broken=self._health.mark_broken,
         )
 
@@ -510,3 +565,10 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | N
 
 def _first_device(model: nn.Module) -> torch.device | None:
     return next((param.device for param in model.parameters()), None)
+
+
+def _compared_name(spec: ParamSpec, index: int, in_model: str | None) -> str:
+    """A name that tells the ranks' parameters apart: the user's own, the model's, or both if they differ."""
+    if in_model in (None, spec.name):
+        return spec.name
+    return str(in_model) if spec.name == f"param.{index}" else f"{spec.name}, which is {in_model} in the model"

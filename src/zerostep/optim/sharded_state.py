@@ -13,6 +13,7 @@ from zerostep.state.consolidate import assemble, pack_groups, to_plain
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.leaf_state import LeafStates
 from zerostep.state.load_state_dict import validate
+from zerostep.state.missing import complete_state_dict, refuse_missing
 from zerostep.state.param_state import DictState, SavedState, StateDict
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.training_step import TrainingStep
@@ -38,17 +39,18 @@ class ShardedState:
     def consolidated(self, parts: Sequence[Any]) -> StateDict:
         """What was collected, as one state dict."""
         groups = [{k: v for k, v in group.items() if k != CLASS_KEY} for group in pack_groups(self._groups())]
-        return {"state": assemble(parts, self._buckets.params), "param_groups": groups}
+        return complete_state_dict(assemble(parts, self._buckets.params), groups)
 
-    def load_whole(self, state_dict: StateDict) -> None:
+    def load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
         optimizers = [self._inners.of(group) for group in range(len(self._groups()))]
-        numbers = validate(state_dict, self._groups(), optimizers, {})
+        numbers, buckets = validate(state_dict, self._groups(), optimizers, {}), self._buckets
+        if not allow_missing:
+            refuse_missing(state_dict, numbers, buckets.layout.params, buckets.params, self.group_optimizer)
         saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
         chosen = [options(dict(group)) for group in state_dict["param_groups"]]
         self._step.engine.recover()
-        params = self._buckets.params
-        self.leaves.load({number: DictState(entry, params[number]) for number, entry in saved.items()}, chosen)
+        self.leaves.load({number: DictState(entry, buckets.params[number]) for number, entry in saved.items()}, chosen)
         self._step.load_reference(saved, chosen)
         self._step.loaded(bool(saved))
 

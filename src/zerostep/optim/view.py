@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from zerostep.comm.agreement import agreed
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.transport import Transport
 from zerostep.plan.groups import Group
@@ -35,6 +37,7 @@ class OptimizerView:
     | `global_state` | live state that belongs to no parameter |
     | `group_optimizer` | how to build the inner optimizer of a group, to find out which state it will have |
     | `loads_whole_state` | whether this rank needs the state of all parameters in a load, not only of what it owns |
+    | `begin_load` | all ranks are about to replace the state together |
     | `mark_broken` | refuse further steps, with this message, until something is loaded |
     """
 
@@ -53,12 +56,28 @@ class OptimizerView:
     group_optimizer: Callable[[int], GroupOptimizer]
     loads_whole_state: bool
     restore: Restore
+    begin_load: Callable[[], None]
     mark_broken: Callable[[str], object]
 
     @property
     def named(self) -> bool:
         """Whether all groups have parameter names."""
         return all("param_names" in group for group in self.groups)
+
+
+@contextmanager
+def applying(view: OptimizerView, description: str) -> Iterator[None]:
+    """In this block all ranks replace what they have read; if one fails, all raise and refuse to go on.
+
+    A collective. Some ranks may have applied everything by then, others only a part.
+    """
+    view.begin_load()
+    try:
+        with agreed(view.everyone):
+            yield
+    except BaseException as error:
+        view.mark_broken(f"{description} failed half-way: {error}")
+        raise
 
 
 def view_of(optimizer: Any) -> OptimizerView:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer
 
-from zerostep.comm.agreement import agreed, facts_of, option_facts
+from zerostep.comm.agreement import Fact, agreed, facts_of, option_facts
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.transport import BucketMemory, Transport, connect
+from zerostep.comm.value_samples import ValueSamples
 from zerostep.memory.bucket_memory import make_bucket_memories, memories_of_all
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
@@ -40,8 +41,10 @@ from zerostep.plan.groups import (
 )
 from zerostep.plan.ownership import Ownership
 from zerostep.plan.probe import refuse_coupled
+from zerostep.state.audit import Audits, AuditSubject
 from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
+from zerostep.state.missing import refuse_missing
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
 from zerostep.step.labels import recorded_range
@@ -65,6 +68,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
             view of it. Saves the copies into and out of the transfer, at the price of changed storage.
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
+            step or more later. With `overlap_with_ddp=True` the audit is made as the next backward pass begins.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
@@ -80,6 +85,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
+        audit_every: int | None = None,
         **defaults: Any,
     ) -> None:
         groups, error = _normalised(params)
@@ -104,8 +110,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         with agreed(self._transport) as agreement:
             if error is not None:
                 raise error
+            self._audits = Audits(audit_every)
             self._build(groups, optimizer_class, defaults)
-            agreement.compare(self._facts())
+            agreement.compare([*self._facts(), Fact("audit_every", repr(audit_every))])
+            samples = self._sample_values(first=0)
+        samples.compare(self._transport, must_be_equal=True)
+        # Steps inside backward run beside DDP's messages, and audits of them too.
+        overlapped = overlap_with_ddp and audit_every is not None and self.world_size > 1
+        self._audit_transport = self._transport.companion() if overlapped else self._transport
         self._prepare_memory()
         self.initialized = True
 
@@ -207,6 +219,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             closure = evaluated(closure)
             self._join.step()
         loss = self._step_and_sync(closure, kwargs)
+        self._audit_after_step(self._steps)
         self._snapshot_in_join()
         return loss
 
@@ -336,6 +349,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             with agreed(self._transport) as agreement:
                 self._append_group(param_group)
                 agreement.compare(self._facts())
+                samples = self._sample_values(first=len(self._all_params) - len(self.param_groups[-1]["params"]))
+            samples.compare(self._transport, must_be_equal=True)
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
@@ -357,6 +372,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _facts(self) -> list[Any]:
         specs = self._owners.layout.params
         return facts_of(self.param_groups, specs, self._optimizer_class, self.parameters_as_bucket_view)
+
+    def _sample_values(self, first: int) -> ValueSamples:
+        """Samples of the parameters from number `first` on: those before may differ, if replicas were never equal."""
+        titles = [f"parameter {index} ({spec.name!r})" for index, spec in enumerate(self._owners.layout.params)]
+        return ValueSamples(titles[first:], self._all_params[first:])
 
     @staticmethod
     def _sync_param_groups(src_param_groups: Sequence[Group], dst_param_groups: Sequence[Group]) -> None:
@@ -385,13 +405,19 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._transport,
             owners=weakly(self._current_owners),
             check_usable=weakly(self._check_usable),
-            raise_if_save_failed=self._saves.raise_if_failed,
+            raise_if_save_failed=weakly(self._begin_step_in_backward),
             fail=weakly(self._fail),
             step_done=weakly(self._end_step_in_backward),
         )
 
     def _current_owners(self) -> Ownership:
         return self._owners
+
+    def _begin_step_in_backward(self) -> None:
+        """Raise what a save or an audit has found; parameters are still those of the step before."""
+        self._saves.raise_if_failed()
+        if self._steps:
+            self._audit_after_step(self._steps)
 
     def _end_step_in_backward(self) -> None:
         self._steps, self._state_exists = self._steps + 1, True
@@ -417,9 +443,25 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
 
-    def _load_whole(self, state_dict: StateDict) -> None:
-        self._zero_state.load_whole(state_dict, self.state, self._has_state)
+    def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
+        state, owners = self._zero_state, self._owners
+        numbers = state.check(state_dict, self.state)
+        if not allow_missing:
+            refuse_missing(state_dict, numbers, owners.layout.params, owners.params, self._group_optimizer)
+        state.load_whole(state_dict, numbers, self._has_state)
         self._state_exists = bool(state_dict["state"])
+
+    def _audit_subject(self) -> AuditSubject:
+        return AuditSubject(
+            everyone=self._audit_transport,
+            positions=range(self.world_size),
+            specs=self._owners.layout.params,
+            params=self._owners.params,
+            groups=self.param_groups,
+            masters=(),
+            param_states=tuple,
+            step=self._steps,
+        )
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
@@ -441,6 +483,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             group_optimizer=self._group_optimizer,
             loads_whole_state=False,
             restore=self._restore,
+            begin_load=self._health.begin_shared_load,
             mark_broken=self._health.mark_broken,
         )
 

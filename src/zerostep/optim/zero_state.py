@@ -28,9 +28,12 @@ class ZeroState:
         """The parameters that this rank owns, by group."""
         return [[self._index_of[param] for param in group["params"]] for group in self._inner.param_groups]
 
-    def load_whole(self, state_dict: StateDict, live: Mapping[Tensor, Any], has_state: bool) -> None:
-        """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
-        numbers = validate(state_dict, self._groups, [self._inner] * len(self._groups), live)
+    def check(self, state_dict: Any, live: Mapping[Tensor, Any]) -> dict[Any, int]:
+        """The index of each parameter in a whole state dict; `ValueError` if that does not fit."""
+        return validate(state_dict, self._groups, [self._inner] * len(self._groups), live)
+
+    def load_whole(self, state_dict: StateDict, numbers: Mapping[Any, int], has_state: bool) -> None:
+        """Replace state and options by this rank's part of a checked state dict, or raise and change nothing."""
         if state_dict["state"] or has_state:
             replace_state(self._inner, local_part(state_dict, numbers, self._owned))
         else:

@@ -67,6 +67,13 @@ class Ownership:
         """Whether some parameter has changed its dtype or device."""
         return any((param.dtype, param.device) != was for param, was in zip(self.params, self._kinds, strict=True))
 
+    def describe_move(self) -> str:
+        """The first parameter that has changed its dtype or device, and how; empty if none has."""
+        for spec, param, (dtype, device) in zip(self.layout.params, self.params, self._kinds, strict=True):
+            if (param.dtype, param.device) != (dtype, device):
+                return f"parameter {spec.name!r} was {dtype} on {device}, and is now {param.dtype} on {param.device}"
+        return ""
+
     def check_shapes(self) -> None:
         """Raise `ValueError` if a parameter has another shape than at first.
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zerostep.comm.objects import gather_object
 from zerostep.comm.transport import Transport
 from zerostep.plan.groups import Group
+from zerostep.state.missing import complete_state_dict
 from zerostep.state.param_state import Entry, ParamState, StateDict, shaped
 from zerostep.tensors import flat_alias
 
@@ -41,12 +42,12 @@ def _indexed(inner: Optimizer, index_of: Mapping[Tensor, int]) -> StateDict:
 
 
 def merge(state_dicts: Sequence[StateDict], groups: Sequence[Group]) -> StateDict:
-    """Return what the unsharded optimizer's `state_dict()` would return."""
+    """Return what the unsharded optimizer's `state_dict()` would return, and which parameters have no state."""
     # Reversed: of state that every rank has, such as state under a name, the lowest rank's value is kept.
     entries = [item for state_dict in reversed(state_dicts) for item in state_dict["state"].items()]
     # Parameters by index first, then state under a name.
     state = dict(sorted(dict(entries).items(), key=lambda item: (isinstance(item[0], str), item[0])))
-    return {"state": state, "param_groups": pack_groups(groups)}
+    return complete_state_dict(state, pack_groups(groups))
 
 
 def pack_groups(groups: Sequence[Group]) -> list[Group]:

@@ -37,6 +37,11 @@ class ExpectedState:
     per_element: Mapping[str, torch.dtype]
     shared: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is any state besides a master."""
+        return bool(self.shared or self.per_element.keys() - {MASTER})
+
 
 def state_predictor(group_optimizer: Callable[[int], GroupOptimizer]) -> Callable[[ParamSpec], ExpectedState]:
     """Return a function that gives a parameter's expected state; it tries each group, shape and dtype once."""

@@ -37,17 +37,22 @@ class BucketRunner:
             # Here and not in the task: it must come after what this thread has launched, not after the other's work.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         if self._thread is None:
-            _complete(self._stream, future, task)
+            _complete(self._stream, future, [task])
         else:
-            self._thread.submit(_complete, self._stream, future, task)
+            self._thread.submit(_complete, self._stream, future, [task])
         return future
 
 
-def _complete(stream: torch.Stream | None, future: Future[Tensor], task: Task) -> None:
-    """Run a task. Its error goes into the future: an exception in a DDP hook would leave DDP unusable."""
+def _complete(stream: torch.Stream | None, future: Future[Tensor], only_task: list[Task]) -> None:
+    """Run a task. Its error goes into the future: an exception in a DDP hook would leave DDP unusable.
+
+    The task is taken out of its list, and gone before the future is done: it holds the optimizer, and whoever waits for
+    the future may drop that next. Held by the thread's frames, it would end here, some time later, with its sockets.
+    """
     try:
         # The result is set with the stream current: the future's event is then recorded behind the task's work.
         with nullcontext() if stream is None else stream:
-            future.set_result(task())
+            result = only_task.pop()()
+            future.set_result(result)
     except Exception as error:
         future.set_exception(error)  # type: ignore[arg-type]

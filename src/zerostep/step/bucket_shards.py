@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -83,10 +83,25 @@ class BucketShards:
         ]
         return [leaf for index in unbound for leaf in self.bind(index).leaves]
 
+    def check_params(self) -> None:
+        """Raise `ValueError` if a parameter was cast or moved since its bucket was bound."""
+        for shard in self._shards.values():
+            shard.check_params()
+
     def follow_params(self) -> None:
         """Notice parameters that were bound to other memory, or whose values were set, since the last step."""
         for shard in self._shards.values():
             shard.sync_with_params()
+
+    def masters(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each parameter that this rank owns a part of, with the owned elements and their masters."""
+        for bucket, shard in self._shards.items():
+            if shard.master is not None:
+                start = self._layout.buckets[bucket].owned(self.rank).start
+                for fragment in self._layout.fragments_in(bucket, self.rank):
+                    span = fragment.place.shift(-start)
+                    part = slice(span.start, span.stop)
+                    yield fragment.param, shard.owned[part], shard.master[part]
 
     def _first_param(self, bucket: Bucket) -> Tensor:
         return self._params[bucket.slots[0].param]

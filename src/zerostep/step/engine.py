@@ -238,6 +238,7 @@ class Engine:
             return
         with self.lock:
             if not self._backward_end.active:
+                self.buckets.check_params()  # here, where an error ends backward: in DDP's hook it comes wrapped
                 self._notice_dropped()
                 self._stand_ins.lift(self.sums.used, self._paused_grads)
                 self._lifted = True
@@ -266,6 +267,7 @@ class Engine:
 
     def _begin_pass(self) -> None:
         """Begin a pass, before its first gradient is taken."""
+        self.buckets.check_params()
         self.iteration.refuse_second_pass()
         if not self._lifted:
             self._notice_dropped()

@@ -1,4 +1,4 @@
-"""Whether parameters and optimizer state belong to one step."""
+"""Whether parameters and optimizer state belong to one step, on this rank and, as far as loads go, on its peers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ class Health:
 
     def __init__(self) -> None:
         self._failure: str | None = None
+        self._loads = 0
 
     def mark_broken(self, description: str) -> RuntimeError:
         """Refuse everything until a state is loaded; the error to raise."""
@@ -17,6 +18,25 @@ class Health:
     def mark_recovered(self) -> None:
         """A whole state was loaded."""
         self._failure = None
+
+    @property
+    def loads(self) -> int:
+        """State dicts that this rank has loaded since the last load that all ranks made together.
+
+        Equal on all ranks, or one was left out: `load_state_dict` is local, and nothing else would tell.
+        """
+        return self._loads
+
+    def count_local_load(self) -> None:
+        """This rank has loaded a state dict."""
+        self._loads += 1
+
+    def begin_shared_load(self) -> None:
+        """All ranks are about to replace their state together, so what each has loaded before counts no longer.
+
+        Called before anything is replaced: a rank where that fails must not count otherwise than the others.
+        """
+        self._loads = 0
 
     @property
     def broken(self) -> bool:

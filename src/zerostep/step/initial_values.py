@@ -1,15 +1,48 @@
-"""Equal values on all ranks before the first step: a broadcast from rank 0."""
+"""Equal values on all ranks before the first step: a broadcast from rank 0, and what ranks compare before it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerostep.comm import stream
+from zerostep.comm.agreement import Fact
 from zerostep.comm.mesh import Ranks
+from zerostep.plan.groups import param_specs
+from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
+
+Titled = tuple[str, Tensor]
+
+
+def tensors_of(model: nn.Module, specs: Sequence[ParamSpec], params: Sequence[Tensor]) -> list[Titled]:
+    """Parameters and buffers of a model, then those of `params` that it does not have, each with a title."""
+    of_model = [(f"parameter {name!r}", param) for name, param in model.named_parameters()]
+    known = {id(param) for _, param in of_model}
+    others = zip(specs, params, strict=True)
+    return [
+        *of_model,
+        *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()),
+        *((f"parameter {spec.name!r}", param) for spec, param in others if id(param) not in known),
+    ]
+
+
+def broadcast_facts(tensors: Sequence[Titled]) -> list[Fact]:
+    """What must be equal on all ranks before a broadcast, which pairs tensors by their order alone."""
+    titles, values = [title for title, _ in tensors], [tensor for _, tensor in tensors]
+    specs = param_specs([{"params": values, "param_names": titles}])
+    facts = [
+        Fact(f"tensor {index} of the model", _describe(spec, tensor))
+        for index, (spec, tensor) in enumerate(zip(specs, values, strict=True))
+    ]
+    return [*facts, Fact(f"tensor {len(facts)} of the model", "nothing")]
+
+
+def _describe(spec: ParamSpec, tensor: Tensor) -> str:
+    strides = f", strides {tensor.stride()}" if tensor.layout == torch.strided and is_dense(tensor) else ""
+    return f"{spec.name}, shape {spec.shape}, {spec.dtype}, on {spec.device}{strides}"
 
 
 def broadcast_values(ranks: Ranks, tensors: Sequence[Tensor]) -> None:

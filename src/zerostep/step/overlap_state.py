@@ -52,6 +52,7 @@ class OverlapState:
         self._leaf_of: dict[Tensor, Tensor] = {}
         self._snapshot = GradSnapshot()
         self._callback: GradientCallback | None = None
+        self._move = ""
 
     @property
     def transport(self) -> Transport:
@@ -127,8 +128,20 @@ class OverlapState:
     # ------------------------------------------------------------------ what cannot be done
 
     def refuse_changed_parameters(self) -> None:
-        """Raise if `requires_grad` has changed: DDP would wait for frozen parameters, and ignore new ones."""
-        if self._host.owners().trainability_changed():
+        """Raise if `requires_grad`, dtypes or devices have changed.
+
+        DDP would wait for frozen parameters and ignore new ones. After a cast or a move its buckets and the inner
+        optimizer's leaves are of the old kind, and updates would not reach the parameters.
+        """
+        owners = self._host.owners()
+        # Kept: DDP's hooks are lost by a cast, and stay lost when it is undone.
+        self._move = self._move or owners.describe_move()
+        if self._move:
+            raise RuntimeError(
+                f"{self._move}, which overlap_with_ddp=True cannot follow: cast or move the model first, then build "
+                "the DDP module and the optimizer anew"
+            )
+        if owners.trainability_changed():
             raise RuntimeError(
                 "requires_grad of some parameters has changed, which overlap_with_ddp=True cannot follow: build the "
                 "DDP module and the optimizer anew, or use overlap_with_ddp=False"

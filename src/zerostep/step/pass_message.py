@@ -44,13 +44,15 @@ def _compare(values: Sequence[Sequence[int] | None], what: str, remedy: str) -> 
 
 
 def options_digest(groups: Sequence[Group]) -> int:
-    """A number that differs where plain options of the groups differ; tensors and other objects are left out."""
+    """A number that differs where plain options of the groups differ; tensors and other objects are left out.
+
+    Lists inside lists, too: some classes keep what they have computed there, and only of the tensors that they hold.
+    """
     plain = [{key: value for key, value in own_options(group).items() if _is_plain(value)} for group in groups]
     text = json.dumps(plain, sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little") or 1
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return all(item is None or isinstance(item, (bool, int, float, str)) for item in items)

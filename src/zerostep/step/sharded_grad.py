@@ -1,8 +1,9 @@
 """The value of `.grad` after a gradient was reduced and each rank kept the part it owns.
 
 A `ShardedGradient` has a shape but no memory. The operations of torch's own clipping by norm or by value, of
-`GradScaler` and of setting to zero give the right result, because they are done to the owned parts on all ranks. All
-others are refused with the reason: a number from one rank's part would be silently wrong.
+`GradScaler` and of setting to zero give the right result, because they are done to the owned parts on all ranks. Casts
+and moves, which `model.to(...)` makes, do nothing. All others are refused with the reason: a number from one rank's
+part would be silently wrong.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class ShardedGradient(torch.Tensor):
         """Called for operations from Python; autograd's own additions go to `__torch_dispatch__` directly."""
         name = getattr(func, "__name__", str(func))
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if attribute in _CONVERSIONS and (attribute != "type" or len(args) > 1) and not _to_meta(args, kwargs):
+            return args[0]
+        if func == _set_data and args[0] is args[1]:
+            return None
         if attribute not in _ALLOWED:
             raise RuntimeError(f"{_REASON} (tried: {attribute or name})")
         with torch._C.DisableTorchFunctionSubclass():
@@ -100,9 +105,24 @@ _ALLOWED = frozenset(
     _foreach_clamp_max_ _foreach_clamp_min_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_
     """.split()  # noqa: SIM905
 ) | frozenset(
-    # What torch.compile asks when it describes a parameter, and with it the gradient.
-    ("_is_view", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "untyped_storage")
+    # What torch.compile asks when it describes a parameter, and with it the gradient; the last one is nn.Module's
+    # question before it sets `.grad.data` to a converted gradient.
+    (
+        *("_is_view", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "untyped_storage"),
+        "_has_compatible_shallow_copy_type",
+    )
 )
+
+# What `nn.Module.to()`, `.float()` and their kind do to gradients, before they set `.grad.data` to the result.
+# Without memory there is nothing to convert; the optimizer compares the parameters themselves when it uses them next.
+_CONVERSIONS = frozenset("to cpu cuda xpu mtia type float double half bfloat16".split())  # noqa: SIM905
+_tensor: Any = Tensor
+_set_data = _tensor.data.__set__
+
+
+def _to_meta(args: Any, kwargs: Any) -> bool:
+    """Whether a conversion goes to the meta device, for which `nn.Module` makes new parameters, without gradients."""
+    return "meta" in {str(value) for value in (*args[1:], *(kwargs or {}).values()) if not isinstance(value, Tensor)}
 
 
 def _ops(gradient: ShardedGradient) -> GradOps:

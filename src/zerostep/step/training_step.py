@@ -57,6 +57,11 @@ class TrainingStep:
         return self._has_state
 
     @property
+    def loads(self) -> int:
+        """How often this rank has loaded a state dict by itself; the same on all ranks, or one was left out."""
+        return self._health.loads
+
+    @property
     def rank(self) -> int:
         """This rank among those that divide the state."""
         return self._engine.buckets.rank
