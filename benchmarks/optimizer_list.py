@@ -95,7 +95,20 @@ _LEFT_OUT = {
 }
 # Of the large collections, the classes that are used most; `everything=True` takes all.
 _CHOSEN = {
-    "timm": ("AdamP", "Adafactor", "Adopt", "Kron", "LaProp", "Lamb", "Lars", "Lion", "MADGRAD", "Mars", "NAdamW", "Muon"),
+    "timm": (
+        "AdamP",
+        "Adafactor",
+        "Adopt",
+        "Kron",
+        "LaProp",
+        "Lamb",
+        "Lars",
+        "Lion",
+        "MADGRAD",
+        "Mars",
+        "NAdamW",
+        "Muon",
+    ),
     "heavyball": ("ADOPT", "AdamW", "LaProp", "MSAMLaProp", "Muon", "PSGDKron", "SFAdamW", "SOAP"),
     "bitsandbytes": ("Adam8bit", "AdamW", "AdamW8bit", "AdEMAMix", "LAMB", "LARS", "Lion", "Lion8bit", "SGD8bit"),
     "torch-optimizer": ("AdaBound", "AdamP", "Apollo", "DiffGrad", "Lamb", "NovoGrad", "QHAdam", "Shampoo", "Yogi"),

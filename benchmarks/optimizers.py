@@ -342,7 +342,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=1, help="how many classes are tried at the same time")
     parser.add_argument("--all", action="store_true", help="all classes of the large collections, too")
-    parser.add_argument("--keep", type=Path, help="a file of results: what it has is not tried again, the rest is added")
+    parser.add_argument(
+        "--keep", type=Path, help="a file of results: what it has is not tried again, the rest is added"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table into this file")
     chosen = parser.parse_args(arguments)
     multiprocessing.get_context("forkserver").set_forkserver_preload(

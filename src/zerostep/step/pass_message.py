@@ -44,9 +44,9 @@ def _compare(values: Sequence[Sequence[int] | None], what: str, remedy: str) -> 
 
 
 def options_digest(groups: Sequence[Group]) -> int:
-    """A number that differs where plain options of the groups differ; tensors and other objects are left out.
+    """A number that differs where numbers and texts in the options of the groups differ.
 
-    Lists inside lists, too: some classes keep what they have computed there, and only of the tensors that they hold.
+    Left out are flags and nested lists, too: some classes set them by the tensors that an instance holds.
     """
     plain = [{key: value for key, value in own_options(group).items() if _is_plain(value)} for group in groups]
     text = json.dumps(plain, sort_keys=True)
@@ -55,4 +55,4 @@ def options_digest(groups: Sequence[Group]) -> int:
 
 def _is_plain(value: Any) -> bool:
     items = value if isinstance(value, (list, tuple)) else [value]
-    return all(item is None or isinstance(item, (bool, int, float, str)) for item in items)
+    return all(isinstance(item, (int, float, str)) and not isinstance(item, bool) for item in items)
