@@ -68,6 +68,7 @@ MODULES = {
 _LEFT_OUT = {
     "torch": ("SparseAdam",),
     "prodigy-plus-schedule-free": ("CoreOptimiser",),
+    "kron-torch": ("DistributedKron", "DistributedOneSidedKron"),
     "transformers": ("LayerWiseDummyOptimizer",),
     "apollo-torch": ("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
     "timm": ("Lookahead", "MVLR", "Optimizer"),
@@ -95,27 +96,13 @@ _LEFT_OUT = {
 }
 # Of the large collections, the classes that are used most; `everything=True` takes all.
 _CHOSEN = {
-    "timm": (
-        "AdamP",
-        "Adafactor",
-        "Adopt",
-        "Kron",
-        "LaProp",
-        "Lamb",
-        "Lars",
-        "Lion",
-        "MADGRAD",
-        "Mars",
-        "NAdamW",
-        "Muon",
-    ),
-    "heavyball": ("ADOPT", "AdamW", "LaProp", "MSAMLaProp", "Muon", "PSGDKron", "SFAdamW", "SOAP"),
-    "bitsandbytes": ("Adam8bit", "AdamW", "AdamW8bit", "AdEMAMix", "LAMB", "LARS", "Lion", "Lion8bit", "SGD8bit"),
-    "torch-optimizer": ("AdaBound", "AdamP", "Apollo", "DiffGrad", "Lamb", "NovoGrad", "QHAdam", "Shampoo", "Yogi"),
+    "timm": ("AdamP", "Adopt", "LaProp", "Lamb", "Lars", "NAdamW"),
+    "heavyball": ("ADOPT", "AdamW", "Muon", "PSGDKron", "SFAdamW", "SOAP"),
+    "bitsandbytes": ("AdEMAMix", "AdamW", "AdamW8bit", "LAMB", "Lion8bit"),
+    "torch-optimizer": ("AdaBound", "DiffGrad", "NovoGrad", "QHAdam", "Shampoo", "Yogi"),
     "pytorch_optimizer": (
-        *("ADOPT", "AdEMAMix", "AdaFactor", "AdaMuon", "AdamMini", "AdamP", "Adan", "CAME", "Fira", "GaLore", "Kron"),
-        *("LaProp", "Lamb", "Lion", "MADGRAD", "MARS", "Muon", "NovoGrad", "Prodigy", "Ranger21", "SCION", "SOAP"),
-        *("ScalableShampoo", "ScheduleFreeAdamW", "Shampoo", "SophiaH", "StableAdamW", "Tiger"),
+        *("ADOPT", "AdEMAMix", "AdaFactor", "AdamMini", "Adan", "CAME", "GaLore", "Kron", "LaProp", "MADGRAD"),
+        *("MARS", "Muon", "Prodigy", "SCION", "SOAP", "ScalableShampoo", "ScheduleFreeAdamW", "StableAdamW", "Tiger"),
     ),
 }
 _MATRICES = ("Muon", "SingleDeviceMuon")

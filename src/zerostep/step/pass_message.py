@@ -12,6 +12,7 @@ from zerostep.errors import StepMismatchError
 from zerostep.plan.groups import Group, own_options
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
+_FLAGS = ("amsgrad", "centered", "decoupled_weight_decay", "maximize", "nesterov")  # of torch's own rules
 UNKNOWN = 0  # the digest of a rank whose options do not count
 
 
@@ -44,15 +45,18 @@ def _compare(values: Sequence[Sequence[int] | None], what: str, remedy: str) -> 
 
 
 def options_digest(groups: Sequence[Group]) -> int:
-    """A number that differs where numbers and texts in the options of the groups differ.
+    """A number that differs where plain options of the groups differ; tensors and other objects are left out.
 
-    Left out are flags and nested lists, too: some classes set them by the tensors that an instance holds.
+    So are nested lists, and flags that torch's rules do not know: some classes set them by the tensors that an instance
+    holds, such as the choice of a kernel.
     """
-    plain = [{key: value for key, value in own_options(group).items() if _is_plain(value)} for group in groups]
+    plain = [{key: value for key, value in own_options(group).items() if _counts(key, value)} for group in groups]
     text = json.dumps(plain, sort_keys=True)
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little") or 1
 
 
-def _is_plain(value: Any) -> bool:
+def _counts(key: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return key in _FLAGS
     items = value if isinstance(value, (list, tuple)) else [value]
-    return all(isinstance(item, (int, float, str)) and not isinstance(item, bool) for item in items)
+    return all(item is None or isinstance(item, (bool, int, float, str)) for item in items)
