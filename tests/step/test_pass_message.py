@@ -132,7 +132,7 @@ def test_options_of_each_group_count_for_that_group() -> None:
         ("betas", [(torch.tensor(0.9), 0.99), (torch.tensor(0.8), 0.99)]),
         ("schedule", [lambda step: step, lambda step: -step]),
         ("further", [object(), object()]),
-        ("foreach", [None, True, False]),
+        ("foreach", [None, True]),
         ("set_up", [False, True]),
         ("buffer", [[[None, 1.0], [2, 0.5]], [[None, None], [2, 0.5]]]),
         ("params", [[nn.Parameter(torch.zeros(1))], [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]]),
