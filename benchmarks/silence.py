@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import TAG_REDUCE, Exchange, HostExchange, StreamExchange
-from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, Transfer, Transport
+from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, Transfer, kind_of
 
 
 class _Done:
@@ -56,13 +57,14 @@ class SilentTransport(GroupTransport):
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Zeros for gradients; parameters stay as they are."""
-        return Transfer(_Done(), memory.zero_() if tag == TAG_REDUCE else memory, "")
+        return Transfer(_Done(), memory.zero_() if kind_of(tag) == TAG_REDUCE else memory, "")
 
-    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+    def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+        """Everything is there."""
         self.messages += 1
         return Transfer(_Done(), memory, "")
 
-    def companion(self) -> Transport:
+    def companion(self) -> Any:
         """Itself: there is no order to keep."""
         return self
 
@@ -82,6 +84,8 @@ def alone_among(world_size: int, rank: int, collectives: bool) -> Iterator[Silen
     with (
         patch("zerostep.comm.mesh.connect", lambda group, device=None: transport),
         patch("zerostep.optim.zero.connect", lambda group, device=None: transport),
+        patch("zerostep.comm.mesh.control_of", lambda ranks: ranks),
+        patch("zerostep.optim.zero.control_of", lambda ranks: ranks),
         patch("zerostep.step.bucket_shards.connect_exchange", exchange),
     ):
         yield transport

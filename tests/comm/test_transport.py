@@ -83,16 +83,16 @@ def _gather(group: dist.ProcessGroup, case: str, as_views: bool, companion: bool
         params = [_filled(shape, dtype, 10 * transport.rank + i) for i, shape in enumerate(shapes)]
         expected = [_filled(shape, dtype, 10 * layout.owner_of(i) + i) for i, shape in enumerate(shapes)]
         bucket_memories = make_bucket_memories(layout, params, as_views)
-        assert transport.gather(bucket_memories, 5 + transport.rank, 99) == _statuses(transport, bucket_memories)
+        assert transport.gather(bucket_memories, [5 + transport.rank, 1], 99) == _statuses(transport, bucket_memories)
         assert_same_bits(_named(params), _named(expected))
         done += 1
     return done
 
 
-def _statuses(transport: Transport, bucket_memories: Sequence[BucketMemory]) -> list[int]:
+def _statuses(transport: Transport, bucket_memories: Sequence[BucketMemory]) -> list[list[int]]:
     """Without anything to gather nobody meets, and a rank knows only its own word."""
     ranks = range(transport.world_size) if transport.exchanges_status(bucket_memories) else [transport.rank]
-    return [5 + rank for rank in ranks]
+    return [[5 + rank, 1] for rank in ranks]
 
 
 def _named(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
@@ -120,7 +120,7 @@ def _mixed(group: dist.ProcessGroup, as_views: bool) -> None:
     bucket_memories = make_bucket_memories(layout, params, as_views)
     assert len(bucket_memories) == 3
     for _ in range(3):
-        transport.gather(bucket_memories, 0, 99)
+        transport.gather(bucket_memories, [0], 99)
         assert_same_bits(_named(params), _named(expected))
 
 
@@ -133,7 +133,7 @@ def test_gather_of_several_dtypes(pool: Pool, world: World, as_views: bool) -> N
 def _other_parcels(group: dist.ProcessGroup, companion: bool) -> str:
     transport = _transport(group, companion)
     with pytest.raises(TransportError) as caught:
-        transport.gather(_two_parcels(transport), 0, 5 if transport.rank == 1 else 6)
+        transport.gather(_two_parcels(transport), [0], 5 if transport.rank == 1 else 6)
     return str(caught.value)
 
 
@@ -365,7 +365,7 @@ def test_a_world_of_one_has_nobody_to_talk_to() -> None:
     memory = torch.arange(3.0)
     null.broadcast(memory, 0)
     assert memory.tolist() == [0.0, 1.0, 2.0]
-    assert (null.gather([], 7, 99), null.all_gather_ints([1, 2]), null.companion()) == ([7], [[1, 2]], null)
+    assert (null.gather([], [7], 99), null.all_gather_ints([1, 2]), null.companion()) == ([[7]], [[1, 2]], null)
     assert null.exchanges_status([]) is False
     with pytest.raises(TransportError, match="rank 3"):
         null.start_send(memory, 3)
@@ -403,7 +403,7 @@ def _dead_peer(group: dist.ProcessGroup, call: str, companion: bool) -> list[str
         "send": lambda: stream.send(transport, [memory], 1),
         "receive": lambda: stream.receive(transport, [memory], 1),
         "broadcast": lambda: stream.broadcast(transport, [memory], 1),
-        "gather": lambda: transport.gather(_two_parcels(transport), 0, 99),
+        "gather": lambda: transport.gather(_two_parcels(transport), [0], 99),
         "all_gather_ints": lambda: transport.all_gather_ints([1]),
     }
     found = []

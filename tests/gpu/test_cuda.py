@@ -139,7 +139,7 @@ def _nccl_transport(group: dist.ProcessGroup) -> None:
     before = [param.detach().clone() for param in params]
     layout = plan(param_specs([{"params": params}]), 1)
     for memory in (ScatteredBucket(layout.buckets[0], params), FlatBucket(layout.buckets[0], params)):
-        assert transport.gather([memory], 0, 0) == [0]
+        assert transport.gather([memory], [0], 0) == [[0]]
     torch.cuda.synchronize()
     assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
 

@@ -244,7 +244,7 @@ def test_a_method_that_fails_on_one_rank_fails_on_all(pool: Pool) -> None:
 
 def _differing(group: ProcessGroup) -> None:
     for _, optimizer in _both(group):
-        with pytest.raises(ValueError, match=r"disagree on the options of group 0.*with the same arguments"):
+        with pytest.raises(ValueError, match=r"disagree on factor of group 0.*with the same arguments"):
             optimizer.multiply(2.0, note=float(dist.get_rank(group)))
 
 

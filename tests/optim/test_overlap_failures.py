@@ -64,23 +64,37 @@ def _fail_once(group: ProcessGroup, hook: str, bucket: int, late: bool, options:
     zero = overlapped(ddp, hook, FailingAdam, lr=0.02)
     series = rank_batches(group, 7)
     train(ddp, zero, series[:3])
+    before, saved = values_of(ddp), state_on_every_rank(zero)
     if dist.get_rank(group) == 1:
         _fail_at(zero, bucket, late)
     zero.zero_grad()
     with pytest.raises(RuntimeError, match="no more numbers") as caught:
         backward(ddp, series[3])
-    assert dist.get_rank(group) == 1 or "rank 1 failed" in str(caught.value)
-    before = values_of(ddp)
+    assert "rank 1 failed in its local update of step 4" in str(caught.value)
+    assert "Unable to cast" not in str(caught.value)
+    _assert_refused_until_loaded(ddp, zero, series[4], before, saved)
     train(ddp, zero, series[4:])
     assert all(not torch.equal(before[name], value) for name, value in values_of(ddp).items())
     assert len(state_on_every_rank(zero)["state"]) == len(before)
     return values_of(ddp)
 
 
+def _assert_refused_until_loaded(
+    ddp: DDP, zero: ZeroRedundancyOptimizer, batch: Any, weights: Values, saved: dict[str, Any]
+) -> None:
+    """Half of the parameters are new: nothing goes on, and nothing is saved, before a checkpoint is loaded."""
+    for attempt in (lambda: backward(ddp, batch), zero.step, lambda: zero.consolidate_state_dict(to=0)):
+        with pytest.raises(RuntimeError, match="load the last checkpoint"):
+            attempt()
+    zero.zero_grad()
+    ddp.load_state_dict(weights)
+    zero.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["default", "find_unused"])
 @pytest.mark.parametrize("late", [False, True], ids=["before the update", "after it"])
 @EACH_HOOK
-def test_statement_50_an_error_in_one_update_surfaces_everywhere_and_the_next_iteration_runs(
+def test_statement_50_an_error_in_one_update_surfaces_everywhere_and_training_goes_on_once_a_state_is_loaded(
     pool: Pool, hook: str, late: bool, options: dict[str, Any]
 ) -> None:
     for world in (2, 3):
@@ -93,10 +107,11 @@ def _fail_alone(group: ProcessGroup, hook: str) -> None:
     zero = overlapped(ddp, hook, FailingAdam, lr=0.02)
     series = rank_batches(group, 6)
     train(ddp, zero, series[:3])
+    before, saved = values_of(ddp), state_on_every_rank(zero)
     _fail_at(zero, 1)
     with pytest.raises(RuntimeError, match="no more numbers"):
         train(ddp, zero, series[3:4])
-    before = values_of(ddp)
+    _assert_refused_until_loaded(ddp, zero, series[4], before, saved)
     train(ddp, zero, series[4:])
     assert all(not torch.equal(before[name], value) for name, value in values_of(ddp).items())
 
@@ -115,10 +130,14 @@ def _fail_in_the_callback(group: ProcessGroup, hook: str) -> Values:
         if dist.get_rank(group) == 0:
             raise ArithmeticError("not a number")
 
-    for number, batch in enumerate(series):
-        zero.set_gradient_callback(refuse if number == 3 else None)
-        with pytest.raises(RuntimeError, match="not a number") if number == 3 else nullcontext():
-            train(ddp, zero, [batch])
+    train(ddp, zero, series[:3])
+    before, saved = values_of(ddp), state_on_every_rank(zero)
+    zero.set_gradient_callback(refuse)
+    with pytest.raises(RuntimeError, match="not a number"):
+        train(ddp, zero, series[3:4])
+    zero.set_gradient_callback(None)
+    _assert_refused_until_loaded(ddp, zero, series[4], before, saved)
+    train(ddp, zero, series[4:])
     return values_of(ddp)
 
 

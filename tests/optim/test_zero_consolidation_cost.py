@@ -114,8 +114,8 @@ def _counted(group: dist.ProcessGroup, to: int) -> tuple[int, dict[int, int], di
     for param in params:
         param.grad = torch.ones_like(param)
     zero.step()
-    counted = _Counted(zero._transport)
-    zero._transport = counted
+    counted = _Counted(zero._control)
+    zero._control = counted
     before = _collectives(group)
     zero.consolidate_state_dict(to=to)
     shard = sum(value.nbytes for entry in zero.state.values() for value in entry.values())
@@ -144,8 +144,8 @@ def _untouched(group: dist.ProcessGroup) -> tuple[int, int, bool]:
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=0.01)
     train(model, zero, batches(1, 0, 2))
     zero.consolidate_state_dict(to=zero.world_size - 1)
-    counted = _Counted(zero._transport)
-    zero._transport = counted
+    counted = _Counted(zero._control)
+    zero._control = counted
     before, collectives = _everything(model, zero), _collectives(group)
     if zero.rank == zero.world_size - 1:
         first, second = zero.state_dict(), zero.state_dict()

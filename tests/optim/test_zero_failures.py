@@ -127,11 +127,11 @@ def test_an_error_on_one_rank_ends_the_step_of_all(pool: Pool, world: int | Rank
     for rank, (kind, text, refusals) in enumerate(pool.run(_one_rank_fails, world, after, views)):
         if rank == 1:
             assert (kind, text) == ("TroubleError", "no more memory")
-            excerpt = "the local update of step 3 failed on rank 1: no more memory"
+            excerpt = "the local update of step 3 failed on rank 1: TroubleError: no more memory"
         else:
             excerpt = (
-                f"step 3 failed on rank {rank}: rank 1 failed in its local update, so its parameters are those of the "
-                "step before"
+                f"step 3 failed on rank {rank}: rank 1 failed in its local update of step 3: TroubleError: no more "
+                "memory"
             )
             assert (kind, text) == ("RuntimeError", f"{excerpt}; restart from the last checkpoint on all ranks")
         remedy = (
@@ -156,7 +156,7 @@ def _all_fail_after(group: ProcessGroup) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_error_on_all_ranks_after_the_update_is_remembered(pool: Pool, world: int) -> None:
     for rank, refusals in enumerate(pool.run(_all_fail_after, world)):
-        assert all(f"step 3 failed on rank {rank}: no more memory" in text for text in refusals)
+        assert all(f"step 3 failed on rank {rank}: TroubleError: no more memory" in text for text in refusals)
 
 
 # Closures.
@@ -240,7 +240,7 @@ def _update_with_closure_fails(group: ProcessGroup) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_update_that_fails_after_its_closure_is_remembered(pool: Pool, world: int) -> None:
     for rank, refusals in enumerate(pool.run(_update_with_closure_fails, world)):
-        assert all(f"step 1 failed on rank {rank}: no more memory" in text for text in refusals)
+        assert all(f"step 1 failed on rank {rank}: TroubleError: no more memory" in text for text in refusals)
 
 
 # Ranks that change their parameters alone.

@@ -18,7 +18,7 @@ from tests.helpers.pool import Pool, Ranks
 from tests.helpers.reference import assert_same_bits, build
 from tests.helpers.zero_steps import MODES, SEVERAL, make_params, numbered, set_gradients, storages_of
 from zerostep import ZeroRedundancyOptimizer
-from zerostep.comm.transport import TAG_DATA
+from zerostep.comm.transport import TAG_DATA, wire_tag
 
 # Statement 25.
 
@@ -39,7 +39,7 @@ class Traffic:
         isend = dist.isend
 
         def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs["tag"] == TAG_DATA:
+            if kwargs["tag"] == wire_tag(TAG_DATA, tensor.nbytes):
                 self.data.append((kwargs["group_dst"], tensor.nbytes))
             else:
                 self.words.append(tensor.nbytes)

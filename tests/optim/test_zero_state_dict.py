@@ -35,7 +35,7 @@ def _recipients(group: dist.ProcessGroup) -> list[list[bool]]:
     train(model, zero, same_data(1))
     rows = []
     for to in [*range(zero.world_size), 0]:
-        assert zero.consolidate_state_dict(to=to) is None  # type: ignore[func-returns-value]
+        assert zero.consolidate_state_dict(to=to) is None
         rows.append([_has_state_dict(zero), len(zero._all_state_dicts) == zero.world_size])
         if not rows[-1][0]:
             with pytest.raises(RuntimeError, match=rf"not been consolidated.*to={zero.rank}\)"):

@@ -19,7 +19,8 @@ from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, StoredState, verify
 from zerostep.checkpoint.weights import apply_weights, check_weights
 from zerostep.comm.agreement import Fact, agreed
-from zerostep.comm.transport import NullTransport, connect
+from zerostep.comm.stall_watch import stall_limit, watch
+from zerostep.comm.transport import NullTransport, calling, connect, control_of
 from zerostep.errors import CheckpointError
 from zerostep.optim.view import OptimizerView, applying, view_of
 from zerostep.plan.layout import ParamSpec
@@ -43,6 +44,7 @@ class Checkpoint:
     extras: tuple[Any, ...]
 
 
+@calling("load")
 def load(path: str | os.PathLike[str], optimizer: Any, model: nn.Module | None = None) -> Checkpoint:
     """Load a checkpoint that `save` wrote, at any world size. All ranks call it.
 
@@ -167,6 +169,7 @@ def _check_alike(ours: ParamSpec, theirs: ParamSpec) -> None:
 # ---------------------------------------------------------------------- the newest checkpoint
 
 
+@calling("latest")
 def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None = None) -> Path | None:
     """Return the newest complete checkpoint in a directory, or `None`. All ranks call it if there is a process group.
 
@@ -175,6 +178,8 @@ def latest(root: str | os.PathLike[str], process_group: dist.ProcessGroup | None
     """
     group = process_group if process_group is not None or not dist.is_initialized() else dist.group.WORLD
     transport = NullTransport() if group is None else connect(group)
+    watch(transport.presence, "zerostep", stall_limit("default"))
+    transport = control_of(transport)
     with agreed(transport) as agreement:
         newest = complete_in(Path(os.path.abspath(root)))[-1:]
         description = "".join(f"{path.name!r}, {manifest.id}" for path, manifest in newest) or "none"

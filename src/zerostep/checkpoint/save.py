@@ -38,7 +38,7 @@ from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.background import PendingSave
 from zerostep.comm.codec import encode
 from zerostep.comm.objects import copy_object, gather_object
-from zerostep.comm.transport import Transport
+from zerostep.comm.transport import Transport, calling
 from zerostep.errors import CheckpointError, TransportError
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.groups import own_options
@@ -54,6 +54,7 @@ _FIRST_BEAT, _LAST_BEAT = 0.002, 0.5  # seconds between heartbeats, growing from
 T = TypeVar("T")
 
 
+@calling("save")
 def save(
     path: str | os.PathLike[str],
     optimizer: Any,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -32,6 +32,9 @@ _REMEDY = "build the optimizer from the same parameters, in the same order and w
 _SAME_CLASS: dict[str, type[Exception]] = {
     error_class.__name__: error_class for error_class in (ValueError, TypeError, KeyError, MemoryError, CheckpointError)
 }
+
+
+AllGather = Callable[[Sequence[int]], list[list[int]]]  # every rank's integers, by rank
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ def agreed(transport: Transport) -> Iterator[Agreement]:
     except Exception as error:
         # The same two collectives as on the ranks that did not fail; the row is as long as theirs.
         transport.all_gather_ints([_FAILED, 0, 0, 0, 0])
-        transport.all_gather_ints(_text_to_ints(_describe_error(error)))
+        transport.all_gather_ints(text_to_ints(describe_error(error)))
         raise
     digest = hashlib.sha256(_to_json(agreement.facts)).digest()
     rows = transport.all_gather_ints([_READY, *_bytes_to_ints(digest)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
     if failed:
-        texts = transport.all_gather_ints(_text_to_ints(""))
-        raise _peer_error(failed[0], _ints_to_text(texts[failed[0]]))
+        texts = transport.all_gather_ints(text_to_ints(""))
+        raise _peer_error(failed[0], ints_to_text(texts[failed[0]]))
     if any(row != rows[0] for row in rows):
         _raise_difference(transport, agreement.facts, agreement.remedy)
 
@@ -84,12 +87,34 @@ def first_failure(transport: Transport, error: Exception | None) -> Exception:
 
     A collective: all ranks must know that one has failed.
     """
-    own = _text_to_ints("" if error is None else _describe_error(error))
-    texts = [_ints_to_text(row) for row in transport.all_gather_ints(own)]
+    own = text_to_ints("" if error is None else describe_error(error))
+    texts = [ints_to_text(row) for row in transport.all_gather_ints(own)]
     if error is not None:
         return error
     rank = next(rank for rank, text in enumerate(texts) if text)
     return _peer_error(rank, texts[rank])
+
+
+def failure_texts(all_gather: AllGather, error: BaseException | None) -> list[str]:
+    """The error of every rank in words, by rank; empty for those that have none. A collective, like `all_gather`."""
+    own = text_to_ints("" if error is None else describe_error(error))
+    return [ints_to_text(row) for row in all_gather(own)]
+
+
+def first_difference(all_gather: AllGather, facts: Sequence[Fact]) -> tuple[str, list[str]] | None:
+    """The title of the first fact that differs between ranks, and every rank's value; `None` if none does.
+
+    A collective, like `all_gather`, for callers that know that something differs.
+    """
+    count = max(row[0] for row in all_gather([len(facts)]))
+    padded = [*facts, *[Fact("", "nothing")] * (count - len(facts))]
+    rows = all_gather([_bytes_to_ints(hashlib.sha256(_to_json([fact])).digest())[0] for fact in padded])
+    index = next((index for index, digests in enumerate(zip(*rows, strict=True)) if len(set(digests)) > 1), None)
+    if index is None:
+        return None
+    titles = [ints_to_text(row) for row in all_gather(text_to_ints(padded[index].title))]
+    values = [ints_to_text(row) for row in all_gather(text_to_ints(padded[index].value))]
+    return next((title for title in titles if title), ""), values
 
 
 def facts_of(
@@ -107,15 +132,10 @@ def facts_of(
     ]
     # If another rank has more parameters, its next one differs from this fact and not from an option.
     facts.append(Fact(f"parameter {len(specs)}", "nothing"))
-    facts += option_facts(groups)
+    facts += [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
     facts.append(Fact("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__)))
     facts.append(Fact("the version of zerostep", __version__))
     return facts
-
-
-def option_facts(groups: Sequence[Group]) -> list[Fact]:
-    """The options of the groups, as facts."""
-    return [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
 
 
 def _describe(value: Any) -> str:
@@ -142,9 +162,9 @@ def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) 
     rows = transport.all_gather_ints([first])
     index = min(row[0] for row in rows if row[0] >= 0)
     mine = facts[index] if index < len(facts) else Fact("", "nothing")
-    titles = transport.all_gather_ints(_text_to_ints(mine.title))
-    values = [_ints_to_text(row) for row in transport.all_gather_ints(_text_to_ints(mine.value))]
-    title = next(text for text in map(_ints_to_text, titles) if text)
+    titles = transport.all_gather_ints(text_to_ints(mine.title))
+    values = [ints_to_text(row) for row in transport.all_gather_ints(text_to_ints(mine.value))]
+    title = next(text for text in map(ints_to_text, titles) if text)
     others = [rank for rank, row in enumerate(rows) if row[0] == index]
     theirs = values[others[0]]
     raise ValueError(
@@ -170,7 +190,8 @@ def _facts_of_rank_0(transport: Transport, facts: Sequence[Fact]) -> list[Fact]:
     return [Fact(title, value) for title, value in json.loads(received)]
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
+    """An error in words: its class and its text."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -179,12 +200,14 @@ def _peer_error(rank: int, text: str) -> Exception:
     return _SAME_CLASS.get(class_name, RuntimeError)(f"rank {rank} failed, so no rank goes on: {text}")
 
 
-def _text_to_ints(text: str) -> list[int]:
+def text_to_ints(text: str) -> list[int]:
+    """A text as integers to send, always equally many; a longer one is cut."""
     size = 8 * _TEXT_INTS
     return _bytes_to_ints(text.encode()[:size].ljust(size, b"\0"))
 
 
-def _ints_to_text(values: Sequence[int]) -> str:
+def ints_to_text(values: Sequence[int]) -> str:
+    """The text that was sent."""
     data = b"".join(value.to_bytes(8, "little", signed=True) for value in values)
     return data.rstrip(b"\0").decode(errors="ignore")  # a cut text may end inside a character
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zerostep.comm.agreement import agreed
-from zerostep.comm.transport import Transport
+from zerostep.comm.transport import Transport, calling
 from zerostep.errors import CheckpointError, TransportError
 
 logger = logging.getLogger("zerostep")
@@ -96,7 +96,7 @@ class BackgroundSaves:
         save: PendingSave | None = None
         try:
             with agreed(self._everyone), _starting(self._everyone.rank):
-                save = PendingSave(lambda: work(transport))
+                save = PendingSave(lambda: calling("a save in the background")(work)(transport))
         except BaseException:
             if save is not None:
                 save.begin(cancelled=True)

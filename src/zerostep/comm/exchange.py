@@ -10,7 +10,7 @@ Memory given to an exchange belongs to it until `finish()` or `wait()` has retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zerostep.comm.transport import GroupTransport, NullTransport, Transfer, Transport
+from zerostep.comm.transport import GroupTransport, NullTransport, PendingInts, Transfer, Transport, message_tag
 from zerostep.plan.buckets import even_part
 from zerostep.plan.layout import Bucket
 from zerostep.tensors import Scratch
@@ -46,17 +46,6 @@ class PendingGather(Protocol):
 
     def wait(self) -> object:
         """Return when all parts are in place; on an accelerator, when the current stream will see them in place."""
-
-
-@dataclass(frozen=True)
-class PendingInts:
-    """Integers in flight to every rank."""
-
-    read: Callable[[], list[list[int]]]
-
-    def wait(self) -> list[list[int]]:
-        """The integers of every rank, by rank."""
-        return self.read()
 
 
 class Exchange(Protocol):
@@ -175,7 +164,7 @@ class HostExchange:
         sources = [source for _, source in self._pairs()] if mine.numel() else []
         buffers = {source: self._receive_scratch.allocate(mine.numel(), mine.dtype) for source in sources}
         messages = [(parts[to], to, buffers.get(source), source) for to, source in self._pairs()]
-        transfers = self._start(messages, TAG_REDUCE)
+        transfers = self._start(messages, TAG_REDUCE, _number(bucket))
         return _HostReduce(self._rank, mine, buffers, transfers, memory.device, self._receive_scratch)
 
     def gather(self, memory: Tensor, bucket: Bucket) -> PendingGather:
@@ -183,7 +172,7 @@ class HostExchange:
         host = memory.cpu()
         parts = _parts(host, bucket)
         messages = [(parts[self._rank], to, parts[source], source) for to, source in self._pairs()]
-        transfers = self._start(messages, _TAG_GATHER)
+        transfers = self._start(messages, _TAG_GATHER, _number(bucket))
         others = [(bucket.cuts[rank], parts[rank]) for rank in range(self._world) if rank != self._rank]
         return _HostGather(transfers, memory, [] if host is memory else others)
 
@@ -197,7 +186,8 @@ class HostExchange:
             transfers.wait()
             return [rows[rank].tolist() for rank in range(self._world)]
 
-        return PendingInts(read)
+        # Gloo says that a message has come only to those who wait for it.
+        return PendingInts(read, is_done=lambda: False)
 
     def release_scratch(self) -> None:
         """Release the pools' free memory; what is in flight stays."""
@@ -209,14 +199,18 @@ class HostExchange:
         for shift in range(1, self._world):
             yield (self._rank + shift) % self._world, (self._rank - shift) % self._world
 
-    def _start(self, messages: Sequence[tuple[Tensor, int, Tensor | None, int]], tag: int) -> _Transfers:
+    def _start(
+        self, messages: Sequence[tuple[Tensor, int, Tensor | None, int]], kind: int, bucket: int = 0
+    ) -> _Transfers:
         """Post the receive of each pair before its send: this order must be the same on all ranks."""
         transfers = _Transfers(self._transport)
         for outgoing, to, buffer, source in messages:
-            for piece in _pieces(buffer):
+            for number, piece in enumerate(_pieces(buffer)):
+                tag = message_tag(kind, bucket, number)
                 self.bytes_received += piece.numel() * piece.element_size()
                 transfers.receives.setdefault(source, []).append(self._transport.start_receive(piece, source, tag))
-            for piece in _pieces(outgoing):
+            for number, piece in enumerate(_pieces(outgoing)):
+                tag = message_tag(kind, bucket, number)
                 transfers.sends.append(self._transport.start_send(piece, to, tag))
                 self.bytes_sent += piece.numel() * piece.element_size()
         return transfers
@@ -281,6 +275,11 @@ class _HostGather:
             self.memory[start : start + part.numel()].copy_(part)
 
 
+def _number(bucket: Bucket) -> int:
+    """A number that no other bucket of the layout has: that of its first parameter."""
+    return bucket.slots[0].param if bucket.slots else 0
+
+
 def _parts(memory: Tensor, bucket: Bucket) -> list[Tensor]:
     """Every rank's part of the memory of a bucket."""
     return [memory[start:stop] for start, stop in pairwise(bucket.cuts)]
@@ -318,15 +317,8 @@ class StreamExchange(_Unpooled):
         return self._transport.start_all_gather(memory, self._parts(memory, bucket))
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
-        """An all-reduce of a matrix with one row per rank, of which each rank fills its own."""
-        own = torch.tensor(
-            [[0] * len(values)] * self._rank + [list(values)] + [[0] * len(values)] * (self._world - self._rank - 1)
-        )
-        device = self._transport.wire_device
-        # Only from pinned memory is the copy asynchronous: from any other it would block the host.
-        rows = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
-        transfer = self._transport.start_all_reduce(rows)
-        return PendingInts(lambda: transfer.wait().tolist())
+        """In stream order, as everything here."""
+        return self._transport.start_all_gather_ints(values)
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor] | None:
         """Every rank's part; `None` if they are equally long and fill the memory, so that no view needs to be made."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerostep.comm.transport import NullTransport, Transport, connect
+from zerostep.comm.transport import NullTransport, Presence, Transport, connect, control_of
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,20 @@ class Ranks:
     """The transports of an optimizer.
 
     `shards`: the ranks that divide one copy of the state. `replicas`: the ranks that hold the same part of other
-    copies. `everyone`: all ranks of all copies, which are those of `group`. `positions`: for each rank of `everyone`,
-    its rank among its `shards`, which says what it owns.
+    copies. `everyone`: all ranks of all copies, which are those of `group`; `control`: the same, for control traffic.
+    `positions`: for each rank of `everyone`, its rank among its `shards`, which says what it owns.
     """
 
     everyone: Transport
+    control: Transport
     shards: Transport
     replicas: Transport
     group: dist.ProcessGroup | None
     positions: Sequence[int]
+
+    def shard_control(self) -> Transport:
+        """The `shards`, for control traffic; a collective."""
+        return self.control if self.shards is self.everyone else control_of(self.shards)
 
     def replica_all_reduce(self, device: torch.device) -> ReplicaAllReduce:
         """The all-reduce over the replicas for memory on `device`; a collective, as it may connect a companion."""
@@ -61,7 +66,7 @@ def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device |
     """The ranks of a process group, of the world, or of a mesh of one or two dimensions: (replicate, shard)."""
     if not isinstance(given, DeviceMesh):
         everyone = connect(given, device)
-        return Ranks(everyone, everyone, NullTransport(), given, range(everyone.world_size))
+        return Ranks(everyone, control_of(everyone), everyone, NullTransport(), given, range(everyone.world_size))
     if given.ndim == 1:
         return resolve(given.get_group(), device)
     if given.ndim != 2:
@@ -75,8 +80,11 @@ def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device |
 def _resolve_rows(mesh: DeviceMesh, device: torch.device | None) -> Ranks:
     """The ranks of a mesh whose rows each divide one copy."""
     positions, group = _positions(mesh.mesh.tolist()), _whole_group(mesh)
-    shards, replicas = (connect(mesh.get_group(dim), device) for dim in (1, 0))
-    return Ranks(connect(group, device), shards, replicas, group, positions)
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    presence = Presence(ranks, ranks.index(dist.get_rank()), names_peers=False)
+    shards, replicas = (connect(mesh.get_group(dim), device, presence) for dim in (1, 0))
+    everyone = connect(group, device, presence)
+    return Ranks(everyone, control_of(everyone), shards, replicas, group, positions)
 
 
 def _positions(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import gather_object
+from zerostep.comm.transport import calling
 from zerostep.errors import CheckpointError
 from zerostep.integrations.dcp_metadata import DcpMetadata, StateInfo, names_of
 from zerostep.integrations.dcp_tensor import DcpTensor, region
@@ -42,6 +43,7 @@ class DcpState:
         view_of(optimizer)
         self._optimizer = optimizer
 
+    @calling("the state_dict of dcp_state")
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state as `DcpTensor`s: the source of a save, the target of a load."""
         view = view_of(self._optimizer)
@@ -58,6 +60,7 @@ class DcpState:
         metadata = DcpTensor((), torch.uint8, written=written, value=text, problem=problem)
         return {"about": metadata, "state": state}
 
+    @calling("the load_state_dict of dcp_state")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace the optimizer's state by what DCP has loaded into `state_dict()`.
 

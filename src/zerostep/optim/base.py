@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
+from zerostep.comm.transport import calling
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.plan.groups import all_params
 from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
@@ -78,6 +79,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             return partial(methods.call, name)
 
+    @calling("consolidate_state_dict")
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`.
 

@@ -18,7 +18,7 @@ def evaluated(closure: Any) -> Any:
     return lambda: loss
 
 
-def raised_in(closure: Any, error: Exception) -> bool:
+def raised_in(closure: Any, error: BaseException) -> bool:
     """Whether an error was raised inside a closure: a function, a method, a partial or another callable."""
     while isinstance(closure, partial):
         closure = closure.func

@@ -14,7 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zerostep.comm.agreement import Fact, agreed
-from zerostep.comm.transport import Transport
+from zerostep.comm.transport import Transport, calling
+from zerostep.plan.groups import Group
+from zerostep.step.group_options import GroupOptions
 from zerostep.step.health import Health
 
 _REMEDY = "call it on all ranks, with the same arguments, and with the same options in the parameter groups"
@@ -28,12 +30,14 @@ class InnerMethods:
     """What a call needs of its optimizer.
 
     `begin` waits for parameters and gives the inner optimizers the options of the groups, `run` calls a function for
-    each of them and takes the options back, `facts` must then be equal on all ranks, and `send` sends all parameters.
+    each of them and takes the options back to `groups`, and `send` sends all parameters. Changed options and `facts`
+    must be equal on all ranks.
     """
 
     optimizers: Sequence[Optimizer]
-    everyone: Transport
+    control: Transport
     health: Health
+    groups: Sequence[Group]
     begin: Callable[[], None]
     run: Calls
     facts: Callable[[], list[Fact]]
@@ -45,16 +49,24 @@ class InnerMethods:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method on every rank's inner optimizers; a collective. Returns what it returned on this rank."""
-        self.begin()
+        with calling(name):
+            self.begin()
+            result = self._run_together(name, args, kwargs)
+            self.send()
+        return result
+
+    def _run_together(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        options = GroupOptions()
+        options.end_step(self.groups)
         try:
-            with agreed(self.everyone) as agreement:
+            with agreed(self.control) as agreement:
                 result = self.run(lambda optimizer: _call(optimizer, name, args, kwargs))
-                agreement.compare([Fact("the method that is called", name), *self.facts()], _REMEDY)
+                facts = [*self.facts(), *options.changes(self.groups)]
+                agreement.compare([Fact("the method that is called", name), *facts], _REMEDY)
         except Exception as error:
             # Some ranks may have changed their parameters.
             self.health.mark_broken(f"{name}() of the inner optimizer failed: {error}")
             raise
-        self.send()
         return result
 
 

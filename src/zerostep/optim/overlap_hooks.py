@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.optim.zero import ZeroRedundancyOptimizer
 from zerostep.step.bucket_runner import BucketRunner
-from zerostep.step.ddp_hook import after_backward, in_backward_pass, may_be_unused, never_raising
+from zerostep.step.ddp_hook import after_backward, completed, failed, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.overlap_pipeline import ArrivedBucket
 from zerostep.step.overlap_state import OverlapState
 
@@ -49,7 +49,7 @@ def hook_with_zero_step(
             waiting.append(overlap.reduce(hook, state, bucket))
             return overlap.run(list(waiting)) if bucket.is_last() else overlap.pass_on(waiting[-1])
 
-        return never_raising(launch)
+        return overlap.guarded(bucket, launch)
 
     return zero_step_hook
 
@@ -64,7 +64,7 @@ def hook_with_zero_step_interleaved(
     overlap = _Overlap(ddp, zero)
 
     def zero_step_interleaved_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return never_raising(lambda: overlap.run([overlap.reduce(hook, state, bucket)]))
+        return overlap.guarded(bucket, lambda: overlap.run([overlap.reduce(hook, state, bucket)]))
 
     return zero_step_interleaved_hook
 
@@ -84,12 +84,39 @@ class _Overlap:
         self._runner = BucketRunner(device, ordered)
         self._ddp = ref(ddp)
         self._refusal: Exception | None = None
+        self._error: BaseException | None = None
         ddp.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, ddp: nn.Module, args: Any) -> None:
         self._state.refuse_edited_gradients()
         if torch.is_grad_enabled():
             self._state.refuse_changed_parameters()
+
+    def guarded(self, bucket: GradBucket, launch: Callable[[], Future[Tensor]]) -> Future[Tensor]:
+        """The future of a bucket. An error is raised at the end of backward: DDP would hide it behind one of its own.
+
+        In the shadow pass of a joined rank there is no backward, so there the future carries it.
+        """
+        in_backward = in_backward_pass()
+        if in_backward and bucket.is_last():
+            after_backward(self._end_backward)
+        try:
+            return launch()
+        except Exception as error:
+            if not in_backward:
+                return failed(error)
+            self._note(error)
+            return completed(bucket.buffer())
+
+    def _note(self, error: BaseException) -> None:
+        self._error = self._error or error
+
+    def _end_backward(self) -> None:
+        """DDP has finished with a backward pass."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._state.snapshot_gradients()
 
     def reduce(self, hook: Hook, state: Any, bucket: GradBucket) -> Reduction:
         """Start the reduction of a bucket with the wrapped hook; runs on the thread of backward."""
@@ -122,12 +149,18 @@ class _Overlap:
 
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
-        if reductions[-1][0].is_last:
-            after_backward(self._state.snapshot_gradients)
-        return self._runner.run(lambda: self._process(reductions))
+        process = self._process if reductions[-1][0].joined else self._process_noting
+        return self._runner.run(lambda: process(reductions))
+
+    def _process_noting(self, reductions: Sequence[Reduction]) -> Tensor:
+        try:
+            return self._process(reductions)
+        except BaseException as error:
+            self._note(error)
+            return reductions[-1][0].buffer
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
-        self._state.check_usable()  # before waiting for a reduction that may never end
+        self._state.check_healthy()  # before waiting for a reduction that may never end
         for arrived, future in reductions:
             # Does not stop backward: it waits on the runner's thread, or only on the runner's stream.
             reduced = _outcome(future)

@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, facts_of, option_facts
+from zerostep.comm.agreement import Fact, agreed, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
+from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
+from zerostep.comm.transport import calling
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
@@ -46,6 +48,7 @@ from zerostep.step.initial_values import broadcast_facts, broadcast_values, tens
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_params import clear_grads
+from zerostep.step.place import Progress
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
@@ -84,6 +87,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
         audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
             step or more later.
+        stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
+            times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `audit`, `add_param_group`, `clip_grad_norm_`, `grad_norm` and `consolidate_state_dict` are
@@ -93,6 +98,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     # `None` while torch's constructor runs, which calls add_param_group.
     _training_step: TrainingStep | None = None
 
+    @calling("ShardedOptimizer()")
     def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
@@ -109,6 +115,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         bucket_mb: float | None = None,
         verify: bool | int = False,
         audit_every: int | None = None,
+        stall_seconds: float | str | None = "default",
         **defaults: Any,
     ) -> None:
         self._model, self._ddp = _unwrapped(model)
@@ -116,23 +123,26 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._planner = LayoutPlanner(
             optimizer_class, defaults, self._settings, model_positions(self._model.parameters())
         )
-        self._timer, self._health = PhaseTimer(), Health()
+        self._stall_seconds = stall_seconds
         self._all_state_dicts = []
         self._join: ShardedJoin | None = None
         self._join_contexts = 0
         wanted = process_group if process_group is not None or self._ddp is None else self._ddp.process_group
         self._ranks = resolve(wanted, _first_device(self._model))
-        self._saves = BackgroundSaves(self._ranks.everyone)
+        presence = self._ranks.everyone.presence
+        self._timer, self._health = PhaseTimer(presence), Health(presence.fail, presence.recover)
+        watch(presence, "ShardedOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken))
+        self._saves = BackgroundSaves(self._ranks.control)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
-        with agreed(self._ranks.everyone) as agreement:
+        with agreed(self._ranks.control) as agreement:
             self._audits = Audits(audit_every)
             self._build(params, verify)
             broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
             agreement.compare([*self._facts(broadcast), *extra])
             samples = self._sample_unnamed()
-        samples.compare(self._ranks.everyone, must_be_equal=False)
+        samples.compare(self._ranks.control, must_be_equal=False)
         self._start()
         if verify:
             steps = _VERIFIED_STEPS if verify is True else verify
@@ -144,6 +154,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _build(self, params: Any, verify: bool | int) -> None:
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
         self._settings.check()
+        check_stall_seconds(self._stall_seconds)
         if self._settings.update == "backward":
             self._refuse_for_backward(verify)
         given = normalise(list(self._model.named_parameters()) if params is None else params)
@@ -225,7 +236,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduces = self._ddp is None or self._settings.reduction == "scatter"
         if self._ddp is None:
             broadcast_values(self._ranks, [tensor for _, tensor in self._tensors()])
-        engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer)
+        progress = Progress(self._health)
+        engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer, progress)
         members = [list[Tensor]() for _ in self.param_groups]
         for leaf in engine.buckets.bind_trainable():
             members[leaf.group].append(leaf.tensor)
@@ -235,10 +247,22 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._grad_source.extend(engine.buckets.params)
         groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
         self._training_step = TrainingStep(
-            engine, self._inners, groups, self._grad_source, self._saves, self._health, self._settings
+            engine,
+            self._inners,
+            groups,
+            self._grad_source,
+            self._saves,
+            self._settings,
+            progress,
+            weakly(self._holds_all),
         )
         self._state = ShardedState(self._training_step, self._inners, groups, self._planner, self._ranks)
         self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
+
+    def _holds_all(self) -> bool:
+        """Whether the model trains no parameter that this optimizer does not hold."""
+        known = set(map(id, self._all_params))
+        return all(id(param) in known for param in self._model.parameters() if param.requires_grad)
 
     def _make_grad_source(self, engine: Engine, reduces: bool) -> GradSource:
         if self._ddp is None:
@@ -246,7 +270,9 @@ class ShardedOptimizer(PartitionedOptimizer):
         return DdpSource(self._ddp, engine) if reduces else NoSource()
 
     def _make_forward_hooks(self) -> ForwardHooks:
-        return ForwardHooks(self._model, self._training.engine.gathers, self._bucket_of())
+        return ForwardHooks(
+            self._model, self._training.engine.gathers, self._bucket_of(), weakly(self._training.read_status)
+        )
 
     def _bucket_of(self) -> dict[Tensor, int]:
         buckets = self._training.engine.buckets
@@ -264,6 +290,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _current_groups(self) -> list[Group]:
         return self.param_groups
 
+    @calling("add_param_group")
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; what was there before stays where it is."""
         if self._training_step is None:
@@ -271,14 +298,14 @@ class ShardedOptimizer(PartitionedOptimizer):
             return
         before = len(self.param_groups), self._layout
         try:
-            with agreed(self._ranks.everyone) as agreement:
+            with agreed(self._ranks.control) as agreement:
                 self._append(param_group)
                 # Buckets in flight are those that all ranks have: with a further one, passes would not match.
                 passes = self._training.engine.iteration.passes
                 fact = Fact("the number of backward passes since the last step", str(passes))
                 agreement.compare([fact, *self._facts()], _ADDING)
                 samples = self._sample_unnamed()
-            samples.compare(self._ranks.everyone, must_be_equal=False)
+            samples.compare(self._ranks.control, must_be_equal=False)
         except Exception:
             del self.param_groups[before[0] :]
             self._layout = before[1]
@@ -348,14 +375,19 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_usable(self) -> None:
         self._training.check_usable()
 
+    def _mark_broken(self, description: str) -> None:
+        """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        self._health.mark_broken(description)
+
     @property
     def _inner_methods(self) -> InnerMethods | None:
         if self._training_step is None:
             return None
         return InnerMethods(
             optimizers=self._inners.all,
-            everyone=self._ranks.everyone,
+            control=self._ranks.control,
             health=self._health,
+            groups=self.param_groups,
             begin=self._begin_method,
             run=self._training.run_method,
             facts=self._method_facts,
@@ -368,7 +400,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _method_facts(self) -> list[Fact]:
         buckets = sorted(self._training.engine.buckets.shards)
-        return [*option_facts(self.param_groups), Fact("the buckets that were trained", str(buckets))]
+        return [Fact("the buckets that were trained", str(buckets))]
 
     # ------------------------------------------------------------------ gradients
 
@@ -457,7 +489,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
         return OptimizerView(
-            everyone=self._ranks.everyone,
+            everyone=self._ranks.control,
             rank=self.rank,
             writes=self._ranks.replicas.rank == 0,
             layout=self._layout,

@@ -30,7 +30,7 @@ class ShardedJoin(JoinProtocol):
         self, optimizer: Joinable, step: TrainingStep, groups: Callable[[], list[Group]], in_ddp: bool, ranks: Ranks
     ) -> None:
         super().__init__(
-            optimizer, ranks.everyone, groups, lambda rank: step.whole_gradients_of(ranks.positions[rank], in_ddp)
+            optimizer, ranks.control, groups, lambda rank: step.whole_gradients_of(ranks.positions[rank], in_ddp)
         )
         self._engine = step.engine
 

@@ -33,7 +33,7 @@ class ShardedState:
 
     def collect(self, to: int) -> list[Any]:
         """Every rank's part of the state, on rank `to`; an empty list elsewhere. A collective."""
-        parts: list[Any] = gather_object(self._ranks.shards, lambda: to_plain(self.leaves.param_states()), to)
+        parts: list[Any] = gather_object(self._ranks.shard_control(), lambda: to_plain(self.leaves.param_states()), to)
         return parts
 
     def consolidated(self, parts: Sequence[Any]) -> StateDict:

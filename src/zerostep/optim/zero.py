@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import LBFGS, Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, facts_of, option_facts
+from zerostep.comm.agreement import AllGather, Fact, agreed, describe_error, facts_of
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.objects import broadcast_object
-from zerostep.comm.transport import BucketMemory, Transport, connect
+from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
+from zerostep.comm.transport import BucketMemory, Transport, calling, connect, control_of
 from zerostep.comm.value_samples import ValueSamples
+from zerostep.errors import StepMismatchError
 from zerostep.memory.bucket_memory import make_bucket_memories, memories_of_all
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
@@ -48,13 +50,14 @@ from zerostep.state.missing import refuse_missing
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
 from zerostep.step.labels import recorded_range
+from zerostep.step.late_rows import LateRows
 from zerostep.step.overlap_pipeline import GradientCallback
 from zerostep.step.overlap_state import OverlapHost, OverlapState
+from zerostep.step.place import NONE, OWN, SOME, UNKNOWN, Place, Progress
+from zerostep.step.step_status import FAILED, UPDATED, PeerFailedError, compare_status
 from zerostep.step.weak import weakly
 
 logger = logging.getLogger("zerostep")
-
-_UPDATED, _FAILED = 0, 1
 
 
 class ZeroRedundancyOptimizer(PartitionedOptimizer):
@@ -70,6 +73,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
         audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
             step or more later. With `overlap_with_ddp=True` the audit is made as the next backward pass begins.
+        stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
+            times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
 
     The constructor, `step`, `add_param_group` and `consolidate_state_dict` are collective: all ranks of the group
@@ -78,6 +83,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     optim: Optimizer
 
+    @calling("ZeroRedundancyOptimizer()")
     def __init__(
         self,
         params: Any,
@@ -86,35 +92,43 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         audit_every: int | None = None,
+        *,
+        stall_seconds: float | str | None = "default",
         **defaults: Any,
     ) -> None:
         groups, error = _normalised(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
-        self._saves = BackgroundSaves(self._transport)
+        watch(
+            self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken)
+        )
+        self._control = control_of(self._transport)
+        self._saves = BackgroundSaves(self._control)
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.world_size, self.rank = self._transport.world_size, self._transport.rank
         self.global_rank = dist.get_rank()
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._overlap_with_ddp = overlap_with_ddp
+        self._stall_seconds = stall_seconds
         self._optimizer_class, self._class_options = optimizer_class, defaults
         self._all_state_dicts = []
         self._ownership: Ownership | None = None
         self._prepared: Ownership | None = None
         self._bucket_memories: list[BucketMemory] = []
-        self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
         self._join: JoinProtocol | None = None
         self._join_hook: ZeroJoinHook | None = None
         self._steps, self._state_exists = 0, False
-        self._health = Health()
-        with agreed(self._transport) as agreement:
+        self._health = Health(self._transport.presence.fail, self._transport.presence.recover)
+        self._progress, self._late = Progress(self._health), LateRows()
+        self._overlap_state = OverlapState(self._overlap_host()) if overlap_with_ddp else None
+        with agreed(self._control) as agreement:
             if error is not None:
                 raise error
             self._audits = Audits(audit_every)
             self._build(groups, optimizer_class, defaults)
             agreement.compare([*self._facts(), Fact("audit_every", repr(audit_every))])
             samples = self._sample_values(first=0)
-        samples.compare(self._transport, must_be_equal=True)
+        samples.compare(self._control, must_be_equal=True)
         # Steps inside backward run beside DDP's messages, and audits of them too.
         overlapped = overlap_with_ddp and audit_every is not None and self.world_size > 1
         self._audit_transport = self._transport.companion() if overlapped else self._transport
@@ -122,6 +136,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self.initialized = True
 
     def _build(self, groups: list[Group], optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
+        check_stall_seconds(self._stall_seconds)
         _check_class(optimizer_class, self._overlap_with_ddp)
         Joinable.__init__(self)
         self._not_joining = self._join_config
@@ -218,17 +233,39 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)
             self._join.step()
-        loss = self._step_and_sync(closure, kwargs)
+        with self._present():
+            loss = self._step_and_sync(closure, kwargs)
         self._audit_after_step(self._steps)
         self._snapshot_in_join()
         return loss
 
-    def _step_and_sync(self, closure: Any, kwargs: dict[str, Any]) -> Any:
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Tell the stall report when a step begins and ends."""
+        presence, before = self._transport.presence, self._steps
+        presence.begin_step()
+        try:
+            yield
+        finally:
+            presence.end_step(self._steps, complete=self._steps > before)
+        if self._steps > before and self._transport.stream_ordered(self.join_device):
+            event = torch.Event(self.join_device)
+            event.record()
+            presence.device_mark(event.query)
+
+    def _mark_broken(self, description: str) -> None:
+        """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        self._health.mark_broken(description)
+
+    def _step_and_sync(self, closure: Any, kwargs: dict[str, Any], joined: bool = False) -> Any:
         self._saves.raise_if_failed()
+        self._late.check()
         self._follow_parameters()
+        self._progress.begin_step(self.param_groups)
+        gradients = self._gradients()
         with self._failing_together(closure):
             loss = self._local_step(closure, **kwargs)
-        self._sync_params()
+        self._sync_params(joined, max(gradients, self._gradients()))
         return loss
 
     def _local_step(self, closure: Any = None, **kwargs: Any) -> Any:
@@ -241,22 +278,66 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
-    def _sync_params(self) -> None:
-        """The second half of a step: send every owner's parameters to all ranks."""
-        statuses = self._gather(_UPDATED)
-        failed = [rank for rank, status in enumerate(statuses) if status != _UPDATED]
-        if failed:
-            raise self._fail(
-                f"rank {failed[0]} failed in its local update, so its parameters are those of the step before"
-            )
-        self._steps, self._state_exists = self._steps + 1, True
+    def _gradients(self) -> int:
+        """Whether this rank has gradients: for a parameter of another rank, only for its own, or none."""
+        own = False
+        for param, rank in self._param_to_rank.items():
+            if param.grad is not None:
+                if rank != self.rank:
+                    return SOME
+                own = True
+        # A rank that owns nothing needs no gradient. Nor has every rank some where gradients are reduced to owners.
+        return OWN if own or not any(param.requires_grad for param in self._owners.owned(self.rank)) else NONE
 
-    def _gather(self, status: int) -> list[int]:
+    def _sync_params(self, joined: bool = False, gradients: int = UNKNOWN) -> None:
+        """The second half of a step: send every owner's parameters to all ranks."""
+        with self._marking_broken():
+            rows = self._gather(UPDATED, self._progress.place(gradients, joined))
+            self._check_rows(rows, self._active_transport.all_gather_ints, None)
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._steps, self._state_exists = self._steps + 1, True
+        self._progress.end_step(self.param_groups)
+
+    def _gather(self, status: int, place: Place) -> list[list[int]]:
+        """Send all parameters to all ranks; the statuses and places of those that are known by now."""
+        transport, row = self._active_transport, [status, *place.to_ints()]
         try:
+            self._transport.presence.at("gather")
             with recorded_range("gather"):
-                return self._active_transport.gather(self._bucket_memories, status, self._owners.fingerprint)
+                rows = transport.gather(self._bucket_memories, row, self._owners.fingerprint)
+                if transport.exchanges_status(self._bucket_memories):
+                    return rows
+                self._late.add(transport.start_all_gather_ints(row), weakly(self._check_late))
+                return []
         except Exception as error:
             raise self._fail(f"the exchange of parameters failed: {error}") from error
+
+    def _check_rows(self, rows: Sequence[Sequence[int]], ask: AllGather | None, error: BaseException | None) -> None:
+        """Raise if some rank has failed, or is not in the same place; `error` is that of this rank's own update.
+
+        `ask` gathers integers of all ranks, if all are at this point.
+        """
+        try:
+            compare_status(rows, self._steps - self._progress.steps, self._progress.facts, ask, error)
+        except (PeerFailedError, StepMismatchError) as found:
+            raise self._fail(
+                str(found), StepMismatchError if isinstance(found, StepMismatchError) else RuntimeError
+            ) from found
+
+    def _check_late(self, rows: Sequence[Sequence[int]]) -> None:
+        self._check_rows(rows, None, None)
+
+    @contextmanager
+    def _marking_broken(self) -> Iterator[None]:
+        """An error of whatever kind leaves parameters and state of no step."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._health.broken:
+                self._fail(describe_error(error))
+            raise
 
     @contextmanager
     def _failing_together(self, closure: Any) -> Iterator[None]:
@@ -264,21 +345,29 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         versions = [param._version for param in all_params(self.optim.param_groups)] if closure is not None else []
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             # A closure may fail on one rank alone, while the others wait in theirs: a gather would wait for ever.
             in_closure = raised_in(closure, error)
-            if not in_closure and self._active_transport.exchanges_status(self._bucket_memories):
-                logger.error("the local update failed on rank %d: %s", self.rank, error)
-                self._gather(_FAILED)
+            if not in_closure:
+                self._tell(error)
             if not in_closure or versions != [param._version for param in all_params(self.optim.param_groups)]:
-                self._health.mark_broken(
-                    f"the local update of step {self._steps + 1} failed on rank {self.rank}: {error}"
+                told = self._health.mark_broken(
+                    f"the local update of step {self._steps + 1} failed on rank {self.rank}: {describe_error(error)}"
                 )
+                error.add_note(f"zerostep: {told}")
             raise
 
-    def _fail(self, description: str) -> RuntimeError:
+    def _tell(self, error: BaseException) -> None:
+        """Let the others end their step, and tell them why."""
+        logger.error("the local update of step %d failed on rank %d: %s", self._steps + 1, self.rank, error)
+        with suppress(RuntimeError):  # what has failed first is told
+            rows = self._gather(FAILED, self._progress.place(UNKNOWN))
+            self._check_rows(rows, self._active_transport.all_gather_ints, error)
+
+    def _fail(self, description: str, error_class: type[RuntimeError] = RuntimeError) -> RuntimeError:
         """Refuse further steps, because parameters and state are from different ones; the error to raise."""
-        return self._health.mark_broken(f"step {self._steps + 1} failed on rank {self.rank}: {description}")
+        told = f"step {self._steps + 1} failed on rank {self.rank}: {description}"
+        return self._health.mark_broken(told, error_class)
 
     # ------------------------------------------------------------------ other methods of the inner optimizer
 
@@ -288,11 +377,12 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return None
         return InnerMethods(
             optimizers=[self.optim],
-            everyone=self._transport,
+            control=self._control,
             health=self._health,
+            groups=self.param_groups,
             begin=self._begin_method,
             run=self._run_method,
-            facts=lambda: option_facts(self.param_groups),
+            facts=list,
             send=self._send_all,
         )
 
@@ -300,6 +390,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._check_usable()
         self._refuse_joining("call it outside")
         self._saves.raise_if_failed()
+        self._late.check()
         if self._overlap_state is None:
             self._follow_parameters()
 
@@ -313,7 +404,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Send every owner's parameters to all ranks, also those that no step changes any more."""
         memories = memories_of_all(self._owners.layout, self._owners.params)
         try:
-            self._transport.gather(memories, _UPDATED, self._owners.fingerprint)
+            self._transport.gather(memories, [UPDATED], self._owners.fingerprint)
         except Exception as error:
             raise self._health.mark_broken(f"the exchange of parameters failed: {error}") from error
 
@@ -339,6 +430,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._owners is not self._prepared:
             self._prepare_memory()
 
+    @calling("add_param_group")
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, on all ranks; earlier parameters keep their owners."""
         if not getattr(self, "initialized", False):
@@ -346,11 +438,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return
         before = len(self.param_groups)
         try:
-            with agreed(self._transport) as agreement:
+            with agreed(self._control) as agreement:
                 self._append_group(param_group)
                 agreement.compare(self._facts())
                 samples = self._sample_values(first=len(self._all_params) - len(self.param_groups[-1]["params"]))
-            samples.compare(self._transport, must_be_equal=True)
+            samples.compare(self._control, must_be_equal=True)
         except Exception:
             del self.param_groups[before:], self.optim.param_groups[before:]
             self._clear_cache()
@@ -405,10 +497,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._transport,
             owners=weakly(self._current_owners),
             check_usable=weakly(self._check_usable),
+            check_healthy=self._health.check,
             raise_if_save_failed=weakly(self._begin_step_in_backward),
             fail=weakly(self._fail),
             step_done=weakly(self._end_step_in_backward),
+            progress=self._progress,
+            late=self._late,
+            check_late=weakly(self._check_late),
+            steps=weakly(self._count),
         )
+
+    def _count(self) -> int:
+        return self._steps
 
     def _current_owners(self) -> Ownership:
         return self._owners
@@ -420,7 +520,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._audit_after_step(self._steps)
 
     def _end_step_in_backward(self) -> None:
-        self._steps, self._state_exists = self._steps + 1, True
+        self._end_step()
+        self._transport.presence.end_step(self._steps)
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:
@@ -438,10 +539,21 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _collect_state(self, to: int) -> list[Any]:
         copy_options(self.param_groups, self.optim.param_groups)
-        return collect(self._transport, self.optim, self._inner_index, to)
+        return collect(self._control, self.optim, self._inner_index, to)
 
     def _consolidated(self) -> StateDict:
         return merge(self._all_state_dicts, self.param_groups)
+
+    def _check_usable(self) -> None:
+        if self._overlap_state is not None:
+            self._overlap_state.mark_if_half_done()
+        super()._check_usable()
+
+    def _forget_failed_step(self) -> None:
+        """A state is loaded: nothing of earlier steps counts any more."""
+        self._late.drop()
+        if self._overlap_state is not None:
+            self._overlap_state.forget_iteration()
 
     def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         state, owners = self._zero_state, self._owners
@@ -450,6 +562,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             refuse_missing(state_dict, numbers, owners.layout.params, owners.params, self._group_optimizer)
         state.load_whole(state_dict, numbers, self._has_state)
         self._state_exists = bool(state_dict["state"])
+        self._forget_failed_step()
 
     def _audit_subject(self) -> AuditSubject:
         return AuditSubject(
@@ -468,7 +581,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._refuse_joining()
         state = self._zero_state
         return OptimizerView(
-            everyone=self._transport,
+            everyone=self._control,
             rank=self.rank,
             writes=True,
             layout=self._owners.layout,
@@ -499,7 +612,9 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             replace()
             self._state_exists, self._steps = bool(saved), step
             self._all_state_dicts = []
+            self._forget_failed_step()
             self._health.mark_recovered()
+            self._transport.presence.restart(step)
 
         return apply
 
@@ -516,7 +631,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             return JoinHook()  # DDP's own shadow runs the hook that steps
         if self._join is None:
             self._join = JoinProtocol(
-                self, self._transport, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
+                self, self._control, lambda: self.param_groups, lambda rank: self._owners.owned(rank)
             )
         self._join.end()
         shadow = ZeroShadow(
@@ -537,7 +652,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     def _shadow_step(self) -> None:
         self._check_usable()
-        self._step_and_sync(None, {})
+        with self._present():
+            self._step_and_sync(None, {}, joined=True)
 
     def _trained_by(self, module: nn.Module) -> bool:
         return not {id(param) for param in module.parameters()}.isdisjoint(map(id, self._all_params))

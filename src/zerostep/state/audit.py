@@ -20,7 +20,7 @@ from zerostep.plan.groups import Group
 from zerostep.plan.layout import ParamSpec
 from zerostep.state.digest import combined, digest
 from zerostep.state.param_state import ParamState
-from zerostep.step.pass_message import options_digest
+from zerostep.step.group_options import options_digest
 
 
 @dataclass(frozen=True)

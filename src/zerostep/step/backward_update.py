@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zerostep.comm.exchange import Exchange, PendingInts
+from zerostep.comm.exchange import Exchange
+from zerostep.comm.transport import PendingInts
 from zerostep.errors import InterruptedPassError
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
@@ -52,11 +53,11 @@ class BackwardUpdate:
 
     def launched(self, bucket: int, params: Collection[int]) -> None:
         """Send which parameters of a bucket this rank has used."""
-        trained = [slot.param for slot in self._buckets.layout.buckets[bucket].slots]
-        complete = all(index in params or not self._buckets.params[index].requires_grad for index in trained)
+        members = [slot.param for slot in self._buckets.layout.buckets[bucket].slots]
+        complete = all(index in params or not self._buckets.params[index].requires_grad for index in members)
         with self._timer.phase("control", bucket):
-            pending = self._control.start_all_gather_ints(pack_mask([index in params for index in trained]))
-        self._masks[bucket] = pending, [index for index in trained if index in params], complete
+            pending = self._control.start_all_gather_ints(pack_mask([index in params for index in members]))
+        self._masks[bucket] = pending, [index for index in members if index in params], complete
 
     def memory_for(self, bucket: int) -> Tensor | None:
         """No sum is kept, so no memory is reused."""

@@ -44,7 +44,7 @@ class BucketRunner:
 
 
 def _complete(stream: torch.Stream | None, future: Future[Tensor], only_task: list[Task]) -> None:
-    """Run a task. Its error goes into the future: an exception in a DDP hook would leave DDP unusable.
+    """Run a task. Its error, if it has one, goes into the future: nobody would complete it otherwise.
 
     The task is taken out of its list, and gone before the future is done: it holds the optimizer, and whoever waits for
     the future may drop that next. Held by the thread's frames, it would end here, some time later, with its sockets.
@@ -54,5 +54,5 @@ def _complete(stream: torch.Stream | None, future: Future[Tensor], only_task: li
         with nullcontext() if stream is None else stream:
             result = only_task.pop()()
             future.set_result(result)
-    except Exception as error:
-        future.set_exception(error)  # type: ignore[arg-type]
+    except BaseException as error:
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]

@@ -23,9 +23,21 @@ def never_raising(launch: Callable[[], Future[Tensor]]) -> Future[Tensor]:
     try:
         return launch()
     except Exception as error:
-        failed: Future[Tensor] = Future()
-        failed.set_exception(error)  # type: ignore[arg-type]
-        return failed
+        return failed(error)
+
+
+def failed(error: Exception) -> Future[Tensor]:
+    """A future that carries an error."""
+    future: Future[Tensor] = Future()
+    future.set_exception(error)  # type: ignore[arg-type]
+    return future
+
+
+def completed(memory: Tensor) -> Future[Tensor]:
+    """A future that carries a result."""
+    future: Future[Tensor] = Future() if memory.device.type == "cpu" else Future(devices=[memory.device])
+    future.set_result(memory)
+    return future
 
 
 def in_backward_pass() -> bool:

@@ -21,9 +21,10 @@ from weakref import ref
 
 from torch import Tensor
 
-from zerostep.comm.exchange import Exchange, PendingInts
+from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
+from zerostep.comm.transport import PendingInts, Presence
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
@@ -36,12 +37,16 @@ from zerostep.step.grad_sums import GradSums
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.iteration import Iteration, Phase
 from zerostep.step.labels import PhaseTimer
-from zerostep.step.pass_message import UNKNOWN, PassMessage, used_by_any
+from zerostep.step.late_rows import LateRows
+from zerostep.step.pass_message import PassMessage, used_by_any
+from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stand_ins import StandIns
+from zerostep.step.step_status import StepStatus
 from zerostep.step.update import Updater
+from zerostep.step.weak import weakly
 from zerostep.step.whole_grads import gather_sums, owned_part, present_grads, whole_grad
 
 
@@ -67,7 +72,9 @@ class Engine:
         settings: Settings,
         reduces: bool,
         timer: PhaseTimer,
+        progress: Progress,
     ) -> None:
+        self._progress = progress
         self._ranks, self._settings, self._reduces, self._timer = ranks, settings, reduces, timer
         self.lock = RLock()
         self._pass_ended = Condition(self.lock)
@@ -93,13 +100,16 @@ class Engine:
         self._absent: list[int] = []
         self._paused_grads: set[int] = set()
         self._pending_messages: list[_PendingMessage] = []
-        self._pending_status: PendingInts | None = None
+        self._late = LateRows()
+        self.status = StepStatus(self._control, timer, self._late, weakly(self._steps_before_load), progress.facts)
+        self._any_gradient = False
         self._failure: BaseException | None = None
         self._on_pass: Callable[[], None] | None = None
         self._joining: Callable[[], bool] = lambda: False
         self._begin_update: Callable[[], InnerOptimizers] | None = None
         self._end_update: Callable[[], None] = lambda: None
-        self._options: Callable[[], int] = lambda: UNKNOWN
+        self._before_pass: Callable[[], None] = lambda: None
+        self._holds_all: Callable[[], bool] = lambda: True
         self._hook_trainable: Callable[[], None] = lambda: None
         self._paused = self._lifted = False
         self._reference: ReferenceOptimizer | None = None
@@ -138,6 +148,11 @@ class Engine:
             self.sums.extend(plan)
 
     @property
+    def presence(self) -> Presence:
+        """What the stall report knows of this rank."""
+        return self._ranks.everyone.presence
+
+    @property
     def blocks_host(self) -> bool:
         """Whether ranks wait for each other on the host."""
         return self._control.blocks_host
@@ -165,13 +180,17 @@ class Engine:
 
     def attach(
         self,
-        options: Callable[[], int],
+        before_pass: Callable[[], None],
+        holds_all: Callable[[], bool],
         hook_trainable: Callable[[], None],
         begin_update: Callable[[], InnerOptimizers],
         end_update: Callable[[], None],
     ) -> None:
-        """Take a digest of the groups' options, hooks for all trainable parameters, and updates inside backward."""
-        self._options, self._hook_trainable = options, hook_trainable
+        """Take a check that precedes each pass, hooks for all trainable parameters, and updates inside backward.
+
+        `holds_all` is whether no other optimizer has trainable parameters of the model.
+        """
+        self._before_pass, self._holds_all, self._hook_trainable = before_pass, holds_all, hook_trainable
         self._begin_update, self._end_update = begin_update, end_update
 
     def set_reference(self, reference: ReferenceOptimizer | None) -> None:
@@ -209,6 +228,7 @@ class Engine:
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module; runs on autograd's thread, inside a hook."""
         if self._paused:
+            self._any_gradient = True
             self._paused_grads.add(index)
             self._stand_ins.keep_own_grad(index)
             return
@@ -247,6 +267,7 @@ class Engine:
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready, or `None` for a parameter that this rank has not used."""
         with self.lock, self._noting_failure():
+            self._any_gradient = True  # in this pass, on some rank
             if not in_backward_pass() and not self.iteration.in_pass and not self.iteration.passes:
                 # The shadow pass of a joined rank: the live ranks drop their gradients before a step's first pass.
                 self.drop_all()
@@ -267,6 +288,7 @@ class Engine:
 
     def _begin_pass(self) -> None:
         """Begin a pass, before its first gradient is taken."""
+        self._before_pass()
         self.buckets.check_params()
         self.iteration.refuse_second_pass()
         if not self._lifted:
@@ -295,6 +317,7 @@ class Engine:
         grad, adds = self._stand_ins.take_grad(index)
         if grad is None:
             return
+        self._any_gradient = True
         if self.reduction.is_taken(index):
             # In a backward call inside another one that uses the parameter, too: a pass takes one gradient of each.
             self._refuse_second_grad(index)
@@ -364,6 +387,11 @@ class Engine:
             self.iteration.end_pass()
             self._pass_ended.notify_all()
             if failure is not None:
+                self.status.send_error(failure)
+                failure.add_note(
+                    f"zerostep: the update of step {self.iteration.steps + 1} inside backward failed on rank "
+                    f"{self.buckets.rank}; restart from the last checkpoint on all ranks"
+                )
                 raise failure
 
     def _take_leftovers(self) -> None:
@@ -384,20 +412,21 @@ class Engine:
 
     def _end_backward_update(self) -> BaseException | None:
         failure = self._backward_update.end()
+        self.status.send(self._progress.place(self._gradients()), failure)
         self._end_update()
-        self._send_status(failure)
         return failure
 
     def _exchange_messages(self, joined: bool, read: bool) -> None:
         used = [index in self._used_in_pass for index in range(len(self.buckets.params))]
-        options = UNKNOWN if joined else self._options()
-        message = PassMessage(self.iteration.steps, self.iteration.passes, options, used)
+        message = PassMessage(self._progress.steps, self.iteration.passes, self._progress.loads, used)
         with self._timer.phase("control"):
             pending = self._control.start_all_gather_ints(message.to_ints())
         # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
         complete = len(self._used_in_pass) == self.reduction.trainable_count
         if self._control.blocks_host or not complete:
             self._pending_messages.append(_PendingMessage(pending, applies=not complete))
+        else:
+            self._late.add(pending, self._compare_passes)
         if read and not complete:
             self.read_messages()
         self._show_gradients()
@@ -408,10 +437,16 @@ class Engine:
         for each in pending:
             with self._timer.waiting("control"):
                 rows = each.ints.wait()
-            used = used_by_any(rows, len(self.buckets.params))
+            used = used_by_any(rows, len(self.buckets.params), self._steps_before_load())
             if each.applies:
                 self._used_in_pass |= used
                 self.sums.use(used)
+
+    def _compare_passes(self, rows: Sequence[Sequence[int]]) -> None:
+        used_by_any(rows, 0, self._steps_before_load())
+
+    def _steps_before_load(self) -> int:
+        return self.iteration.steps - self._progress.steps
 
     def _show_gradients(self) -> None:
         """Give every parameter that some rank has used something in `.grad`, on all ranks."""
@@ -588,15 +623,32 @@ class Engine:
 
     # ------------------------------------------------------------------ update and gather
 
-    def update(self, inners: InnerOptimizers) -> None:
-        """Step on the owned parts, bucket by bucket, and launch their gathers; other ranks learn of a failure later."""
+    def update(self, inners: InnerOptimizers, joined: bool) -> BaseException | None:
+        """Step on the owned parts, bucket by bucket, and launch their gathers; the error of the update, if it failed.
+
+        Other ranks learn of it by its status.
+        """
         chosen = self.used_buckets()
         failure = self._updater.update(chosen, inners, self._owned_grad, self.sums.used)
-        self._send_status(failure)
-        self._updater.launch_deferred(chosen)
+        self.status.send(self._progress.place(self._gradients(), joined), failure)
         if failure is not None:
-            self.gathers.wait()
-            raise failure
+            self.status.send_error(failure)
+        self._updater.launch_deferred(chosen)
+        return failure
+
+    def _gradients(self) -> int:
+        """Whether this rank has had gradients since the last step, as far as that tells anything of the others.
+
+        Another optimizer may have all parameters that this rank's batch has used.
+        """
+        if self._any_gradient if self._reduces else self.sums.used:
+            return SOME
+        return NONE if self._holds_all() else UNKNOWN
+
+    def end_step(self) -> None:
+        """A step is complete."""
+        self.iteration.end_step()
+        self._any_gradient = False
 
     def send_all(self) -> None:
         """Send the owned part of every bucket to everyone and wait for all; a collective."""
@@ -609,28 +661,16 @@ class Engine:
         self.reduction.finish_bucket(bucket)
         return self.sums.parts[bucket]
 
-    def _send_status(self, failure: BaseException | None) -> None:
-        if self._control.blocks_host:
-            self._pending_status = self._control.start_all_gather_ints([failure is not None])
-
-    def failed_ranks(self) -> list[int]:
-        """The ranks whose last update failed, where ranks wait for each other on the host."""
-        pending, self._pending_status = self._pending_status, None
-        if pending is None:
-            return []
-        with self._timer.waiting("control"):
-            return [rank for rank, row in enumerate(pending.wait()) if row[0]]
-
     def recover(self) -> None:
         """Drain pending messages after a failed step so that training can restart from a checkpoint."""
         with self.lock:
             self._backward_update.abandon()
             # Each by itself: what was launched half must be launched whole, and every message must be received.
-            for drain in (self.end_pass, self.reduction.finish, self.read_messages, self.failed_ranks):
+            for drain in (self.end_pass, self.reduction.finish, self.read_messages, self.status.drain):
                 with suppress(RuntimeError):
                     drain()
             self.gathers.recover()
-            self._failure = None
+            self._failure, self._any_gradient = None, False
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter; the same on all ranks."""

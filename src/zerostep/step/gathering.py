@@ -8,7 +8,7 @@ code that reads memory without torch's functions, and for torch.compile, which t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -61,6 +61,11 @@ class PendingGathers:
         for bucket in list(self._buckets.values()):
             bucket.wait()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error of a gather that someone has waited for."""
+        return next((bucket.error for bucket in self._buckets.values() if bucket.error is not None), None)
+
     def recover(self) -> None:
         """Wait for all buckets and forget errors, because all parameters and state are about to be replaced."""
         for bucket in list(self._buckets.values()):
@@ -91,10 +96,12 @@ def _before_compilation(*args: Any) -> None:
 
 
 class ForwardHooks:
-    """Hooks that make each module wait for its own parameters."""
+    """Hooks that make each module wait for its own parameters; `check` raises if the last step has failed."""
 
-    def __init__(self, root: nn.Module, gathers: PendingGathers, bucket_of: Mapping[Tensor, int]) -> None:
-        self._root, self._gathers = root, gathers
+    def __init__(
+        self, root: nn.Module, gathers: PendingGathers, bucket_of: Mapping[Tensor, int], check: Callable[[], None]
+    ) -> None:
+        self._root, self._gathers, self._check = root, gathers, check
         self._own: dict[nn.Module, list[PendingBucket]] = {}
         self.set_buckets(bucket_of)
         # Not traced by torch.compile: it waits between two graphs.
@@ -114,6 +121,8 @@ class ForwardHooks:
             self._own[module] = [self._gathers.bucket(bucket) for bucket in sorted(buckets, reverse=True)]
 
     def _before(self, module: nn.Module, *args: Any) -> None:
+        if module is self._root:
+            self._check()
         if module is self._root and not module.training:
             # Torch's fast paths for evaluation are not taken if the class of a parameter is not an ordinary one.
             self._gathers.wait()

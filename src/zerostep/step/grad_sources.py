@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from zerostep.step.ddp_hook import as_stored, in_backward_pass, may_be_unused, never_raising
+from zerostep.step.ddp_hook import after_backward, as_stored, completed, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.engine import Engine
 from zerostep.step.weak import weakly
 
@@ -58,6 +58,10 @@ def _call_untraced(call: Callable[[int], None], index: int) -> None:
     call(index)
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class AutogradSource(_ParamHooks):
     """A hook on every parameter, called when its gradient is complete."""
 
@@ -81,7 +85,14 @@ class DdpSource:
         self._param_hooks.extend(params)
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return never_raising(lambda: self._take(bucket))
+        if not in_backward_pass():
+            return never_raising(lambda: self._take(bucket))
+        try:
+            return self._take(bucket)
+        except Exception as error:
+            # At the end of backward: DDP would hide an error in a future behind one of its own.
+            after_backward(partial(_raise, error))
+            return completed(bucket.buffer())
 
     def _take(self, bucket: GradBucket) -> Future[Tensor]:
         engine = self._engine()
@@ -93,9 +104,7 @@ class DdpSource:
         engine.reduction.copy_held_back()  # DDP reuses the memory of its buckets
         if bucket.is_last() and not in_backward_pass():
             engine.end_pass(joined=True, read=False)
-        done: Future[Tensor] = Future()
-        done.set_result(bucket.buffer())
-        return done
+        return completed(bucket.buffer())
 
     def _is_used(self, param: Tensor) -> bool:
         """Whether this rank has a gradient for a parameter; in the shadow pass of a joined rank it has none."""

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from zerostep.errors import StepMismatchError
+
+
+def _ignore(description: str) -> None:
+    """Nobody is told of failures."""
+
+
+def _do_nothing() -> None:
+    """Nobody is told of recoveries."""
+
 
 class Health:
-    """Remembers a step that failed half-way; every public method that relies on the state calls `check` first."""
+    """Remembers a step that failed half-way; every public method that relies on the state calls `check` first.
 
-    def __init__(self) -> None:
+    `on_broken` is told what has failed; `on_recovered` is called when a whole state was loaded.
+    """
+
+    def __init__(
+        self, on_broken: Callable[[str], None] = _ignore, on_recovered: Callable[[], None] = _do_nothing
+    ) -> None:
         self._failure: str | None = None
-        self._loads = 0
+        self._on_broken, self._on_recovered = on_broken, on_recovered
+        self._loads = self._recoveries = 0
 
-    def mark_broken(self, description: str) -> RuntimeError:
+    def mark_broken(self, description: str, error_class: type[RuntimeError] = RuntimeError) -> RuntimeError:
         """Refuse everything until a state is loaded; the error to raise."""
         self._failure = description
-        return RuntimeError(f"{description}; restart from the last checkpoint on all ranks")
+        self._on_broken(description)
+        if issubclass(error_class, StepMismatchError):
+            self._loads = 0  # all ranks raise this, and all load: what one has loaded alone is over
+        return error_class(f"{description}; restart from the last checkpoint on all ranks")
 
     def mark_recovered(self) -> None:
         """A whole state was loaded."""
         self._failure = None
+        self._on_recovered()
+        self._recoveries += 1
+
+    @property
+    def recoveries(self) -> int:
+        """How often a state was loaded, in whatever way; of this rank alone, not to be compared."""
+        return self._recoveries
 
     @property
     def loads(self) -> int:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
+from zerostep.comm.transport import Presence
+
 _PATTERN = re.compile(r"zerostep/(?P<phase>[a-z ]+?)(?: bucket (?P<bucket>\d+)(?: to (?P<last>\d+))?)?(?P<wait> wait)?")
 _END_OF_STEP = re.compile(r"zerostep/end of step (\d+)")
 _NO_RANGE = nullcontext()
@@ -91,10 +93,11 @@ def in_backward() -> bool:
 
 
 class PhaseTimer:
-    """Labels the phases of a step for profilers, and adds up the time for which the host waits in each."""
+    """Labels the phases of a step for profilers and stall reports, and adds up the time that the host waits in each."""
 
-    def __init__(self) -> None:
+    def __init__(self, presence: Presence | None = None) -> None:
         self._waited: Counter[str] = Counter()
+        self._presence = presence or Presence()
 
     @property
     def wait_seconds(self) -> dict[str, float]:
@@ -103,11 +106,13 @@ class PhaseTimer:
 
     def phase(self, name: str, bucket: int | None = None, last: int | None = None) -> AbstractContextManager[object]:
         """A range of work on one bucket, or on those up to `last`."""
+        self._presence.at(name, bucket)
         return label_range(name, bucket, last)
 
     @contextmanager
     def waiting(self, name: str, bucket: int | None = None) -> Iterator[None]:
         """A range in which the host waits."""
+        self._presence.at(name, bucket)
         start = time.perf_counter()
         with label_range(name, bucket, waits=True):
             yield

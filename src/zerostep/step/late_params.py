@@ -49,9 +49,9 @@ class PendingBucket:
         return bool(self._late)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the last gather has failed."""
-        return self._error is not None
+    def error(self) -> BaseException | None:
+        """The error of the last gather, if it has failed."""
+        return self._error
 
     def launched(self, gather: PendingGather) -> None:
         """Keep a launched gather, and with it the memory that it writes, until `wait`."""
@@ -147,7 +147,7 @@ class _Late:
 
 def _has_failed(target: Any) -> bool:
     """Whether a parameter has no values, because its gather has failed: then new ones may be copied into it."""
-    return isinstance(target, _Late) and target.pending_bucket.has_failed
+    return isinstance(target, _Late) and target.pending_bucket.error is not None
 
 
 @torch._dynamo.disable

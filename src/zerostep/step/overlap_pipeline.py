@@ -23,20 +23,21 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import first_failure
+from zerostep.comm.agreement import describe_error
 from zerostep.comm.transport import BucketMemory, Transport
+from zerostep.errors import StepMismatchError
 from zerostep.memory.bucket_memory import make_bucket_memories
 from zerostep.plan.groups import Group, copy_options
 from zerostep.plan.ownership import Ownership
 from zerostep.plan.partition import restrict
-from zerostep.step.ddp_hook import as_stored
+from zerostep.step.ddp_hook import as_stored, in_backward_pass
 from zerostep.step.inner_optimizers import PartialSteps
 from zerostep.step.labels import recorded_range, stepping_in_backward
+from zerostep.step.place import UNKNOWN, Place, Progress
+from zerostep.step.step_status import FAILED, UNTOUCHED, UPDATED, PeerFailedError, compare_status
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
 GradientCallback = Callable[[Sequence[Tensor], Sequence[Any]], None]
-
-_UPDATED, _FAILED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class DdpBucketPlan:
 
 @dataclass(frozen=True)
 class ArrivedBucket:
-    """A bucket of DDP whose reduction has begun. `used` is `None` where every parameter must have a gradient."""
+    """A bucket of DDP whose reduction has begun. `used` is `None` where every parameter must have a gradient.
+
+    `joined` if this rank has no inputs left, and this is its shadow pass.
+    """
 
     index: int
     is_last: bool
@@ -59,12 +63,23 @@ class ArrivedBucket:
     views: tuple[Tensor, ...]
     buffer: Tensor
     used: tuple[bool, ...] | None
+    joined: bool = False
 
     def gradients(self, reduced: Tensor) -> list[Tensor]:
         """The gradients of our parameters in the reduced bucket, which may be in other memory than DDP's bucket."""
         flat = reduced.reshape(-1)
         shift = flat.storage_offset() - self.buffer.storage_offset()
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in self.views]
+
+
+@dataclass(frozen=True)
+class StepFailure:
+    """Why an iteration has failed, in words, and this rank's own error. `untouched` if no rank has updated anything."""
+
+    text: str
+    error: BaseException | None
+    untouched: bool
+    mismatch: bool = False
 
 
 class OverlapPipeline:
@@ -80,14 +95,20 @@ class OverlapPipeline:
         outer_groups: Sequence[Group],
         leaf_of: Mapping[Tensor, Tensor],
         ownership: Ownership,
+        progress: Progress,
+        steps: Callable[[], int],
     ) -> None:
+        self._progress, self._steps = progress, steps
         self._inner, self._outer_groups, self._leaf_of = inner, outer_groups, leaf_of
         self._layout, self._index_of = ownership.layout, ownership.index_of
         self._plans: dict[tuple[int, ...], DdpBucketPlan] = {}
         self._partial_steps = PartialSteps([inner], inner.param_groups)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._failure: StepFailure | None = None
+        self._place = Place(0, 0, UNKNOWN, UNKNOWN)
         self._used: dict[Tensor, bool] = {}
         self._callback: GradientCallback | None = None
+        self._is_untouched = True
 
     def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> ArrivedBucket:
         """Describe a bucket before its reduction. `used` is whether a parameter has a gradient on this rank."""
@@ -101,6 +122,7 @@ class OverlapPipeline:
             ),
             bucket.buffer(),
             None if used is None else tuple(used(param) for param in plan.params),
+            joined=not in_backward_pass(),
         )
 
     def process(
@@ -109,28 +131,53 @@ class OverlapPipeline:
         """Update and gather one bucket; all ranks, in the order of the buckets.
 
         If the reduction or the update fails on one rank it fails on all, where ranks wait for each other on the host.
-        The remaining buckets are then only gathered, so that no rank waits for a message that is never sent. The error
-        is raised with the last bucket, because DDP waits for no bucket after a failed one, and parameters must not move
-        once backward has returned.
+        The remaining buckets are then only gathered, so that no rank waits for a message that is never sent, and
+        nothing moves once backward has returned.
         """
         if arrived.index == 0:
-            self._begin()
+            self._begin(arrived.joined)
         wanted = _used_by_any(arrived.used, len(arrived.plan.params), control)
         self._used.update(zip(arrived.plan.params, wanted, strict=True))
-        failed_before = self._error is not None
+        failed_before, status = self._failure is not None, FAILED
         if not failed_before:
             with recorded_range("update", arrived.index), stepping_in_backward():
-                self._try_update(arrived, reduced, wanted)
+                status = self._try_update(arrived, reduced, wanted)
+        transport.presence.at("gather", arrived.index)
         with recorded_range("gather", arrived.index):
-            status = _UPDATED if self._error is None else _FAILED
-            statuses = transport.gather(arrived.plan.memories, status, arrived.plan.fingerprint)
-        if any(statuses) and len(statuses) > 1 and not failed_before:
-            self._error = first_failure(control, self._error)
-        if arrived.is_last:
-            if self._error is not None:
-                raise self._error
+            rows = transport.gather(arrived.plan.memories, self.row(status), arrived.plan.fingerprint)
+        if not failed_before:
+            exchanged = transport.exchanges_status(arrived.plan.memories)
+            self._failure = self._judge(arrived, rows, control) if exchanged else self._own_failure(arrived, transport)
+        if arrived.is_last and self._failure is None:
             self._partial_steps.end()
             copy_options(self._inner.param_groups, self._outer_groups)
+
+    @property
+    def failure(self) -> StepFailure | None:
+        """Why this iteration has failed, if it has."""
+        return self._failure
+
+    def row(self, status: int) -> list[int]:
+        """What this rank tells the others."""
+        return [status, *self._place.to_ints()]
+
+    def _judge(self, arrived: ArrivedBucket, rows: Sequence[Sequence[int]], control: Transport) -> StepFailure | None:
+        before = self._steps() - self._progress.steps
+        try:
+            compare_status(rows, before, self._progress.facts, control.all_gather_ints, self._error)
+        except (PeerFailedError, StepMismatchError) as found:
+            untouched = arrived.index == 0 and all(row[0] == UNTOUCHED for row in rows)
+            return StepFailure(str(found), self._error, untouched, isinstance(found, StepMismatchError))
+        return None
+
+    def _own_failure(self, arrived: ArrivedBucket, transport: Transport) -> StepFailure | None:
+        """Where the host waits for nobody, or in a world of one."""
+        if self._error is None:
+            return None
+        step = self._steps() + 1
+        text = f"rank {transport.rank} failed in its local update of step {step}: {describe_error(self._error)}"
+        untouched = transport.world_size == 1 and arrived.index == 0 and self._is_untouched
+        return StepFailure(text, self._error, untouched)
 
     def set_callback(self, callback: GradientCallback | None) -> None:
         """Call `callback(params, gradients)` before each update."""
@@ -150,17 +197,20 @@ class OverlapPipeline:
             self._plans[key] = DdpBucketPlan(known, positions, memories, int(part.digest()[:15], 16))
         return self._plans[key]
 
-    def _begin(self) -> None:
+    def _begin(self, joined: bool) -> None:
         """Begin an iteration: every partial step starts from the options that the user's groups have now."""
+        self._progress.begin_step(self._outer_groups)
+        self._place = self._progress.place(UNKNOWN, joined)
         copy_options(self._outer_groups, self._inner.param_groups)
         self._partial_steps = PartialSteps([self._inner], self._inner.param_groups)
-        self._error = None
+        self._error = self._failure = None
         for param, leaf in self._leaf_of.items():
             if leaf.data_ptr() != param.data_ptr():
                 leaf.data = param.data
 
-    def _try_update(self, arrived: ArrivedBucket, reduced: Tensor | Exception, wanted: Sequence[bool]) -> None:
+    def _try_update(self, arrived: ArrivedBucket, reduced: Tensor | Exception, wanted: Sequence[bool]) -> int:
         leaves: list[tuple[int, Tensor, Tensor]] = []
+        self._is_untouched = True
         try:
             if isinstance(reduced, Exception):
                 raise reduced
@@ -171,15 +221,18 @@ class OverlapPipeline:
                     leaf.grad = grad.to(leaf.dtype)
                     leaves.append((self._layout.params[self._index_of[param]].group, param, leaf))
             self._edit_gradients(leaves)
+            self._is_untouched = False
             if leaves:
                 self._partial_steps.step((group, leaf) for group, _, leaf in leaves)
             if arrived.is_last:
                 self._partial_steps.step_rest()
-        except Exception as error:
+        except BaseException as error:  # KeyboardInterrupt, too, leaves a step half done
             self._error = error
+            return UNTOUCHED if self._is_untouched else FAILED
         finally:
             for _, _, leaf in leaves:
                 leaf.grad = None
+        return UPDATED
 
     def _edit_gradients(self, leaves: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Show copies of the gradients to the user's callback: `.grad` stays what DDP reduced."""

@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from zerostep.comm.agreement import describe_error
 from zerostep.comm.transport import Transport
-from zerostep.errors import TransportError
+from zerostep.errors import StepMismatchError, TransportError
 from zerostep.plan.groups import Group, all_params
 from zerostep.plan.ownership import Ownership
+from zerostep.step.ddp_hook import in_backward_pass
 from zerostep.step.grad_snapshot import GradSnapshot
+from zerostep.step.late_rows import Check, LateRows
 from zerostep.step.overlap_pipeline import ArrivedBucket, GradientCallback, OverlapPipeline
+from zerostep.step.place import Progress
+from zerostep.step.step_status import FAILED, UPDATED
 
 logger = logging.getLogger("zerostep")
 
@@ -32,15 +37,22 @@ _TOO_LATE = (
 class OverlapHost:
     """What steps inside backward need of their optimizer.
 
-    `fail` marks the optimizer as broken and returns the error to raise; `step_done` counts a step.
+    `fail` marks the optimizer as broken and returns the error to raise; `steps` and `step_done` count steps. `late` has
+    messages that the host does not wait for, and `check_late` reads one. `check_healthy` asks only for failures that
+    are known; `check_usable` also for an iteration that was left half done.
     """
 
     transport: Transport
     owners: Callable[[], Ownership]
     check_usable: Callable[[], None]
+    check_healthy: Callable[[], None]
     raise_if_save_failed: Callable[[], None]
-    fail: Callable[[str], Exception]
+    fail: Callable[..., RuntimeError]
     step_done: Callable[[], None]
+    progress: Progress
+    late: LateRows
+    check_late: Check
+    steps: Callable[[], int]
 
 
 class OverlapState:
@@ -52,6 +64,7 @@ class OverlapState:
         self._leaf_of: dict[Tensor, Tensor] = {}
         self._snapshot = GradSnapshot()
         self._callback: GradientCallback | None = None
+        self._half_done = False  # some buckets of an iteration are updated, and others are not
         self._move = ""
 
     @property
@@ -78,7 +91,9 @@ class OverlapState:
 
     def prepare(self, inner: Optimizer, outer_groups: Sequence[Group], owners: Ownership) -> None:
         """Plan anew how the buckets of DDP are updated and gathered."""
-        self._pipeline = OverlapPipeline(inner, outer_groups, self._leaf_of, owners)
+        self._pipeline = OverlapPipeline(
+            inner, outer_groups, self._leaf_of, owners, self._host.progress, self._host.steps
+        )
 
     def set_callback(self, callback: GradientCallback | None) -> None:
         """Call `callback(params, gradients)` before each update."""
@@ -94,13 +109,24 @@ class OverlapState:
     def begin(self) -> None:
         """The first bucket of an iteration has arrived; raises if the iteration must not go on."""
         self._host.check_usable()
+        self._host.late.check()
         self._host.raise_if_save_failed()
         self.refuse_changed_parameters()
         self._running.set_callback(self._callback)
 
-    def check_usable(self) -> None:
+    def check_healthy(self) -> None:
         """Raise if a step has failed half-way."""
-        self._host.check_usable()
+        self._host.check_healthy()
+
+    def mark_if_half_done(self) -> None:
+        """Mark the optimizer as broken if a backward pass has ended in the middle, after some buckets were updated."""
+        if self._half_done and not in_backward_pass():
+            self._half_done = False
+            self._host.fail("backward() ended before all buckets were updated")
+
+    def forget_iteration(self) -> None:
+        """A state is loaded: what an iteration has left half done is replaced."""
+        self._half_done = False
 
     def arrive(self, bucket: GradBucket, used: Callable[[Tensor], bool] | None) -> ArrivedBucket:
         """Note a bucket whose reduction begins; runs on the thread of backward."""
@@ -114,12 +140,33 @@ class OverlapState:
         self, arrived: ArrivedBucket, reduced: Tensor | Exception, transport: Transport, control: Transport
     ) -> None:
         """Update and gather one bucket; all ranks, in the order of the buckets. Runs where the bucket runner runs."""
+        self._half_done = True
         try:
             self._running.process(arrived, reduced, transport, control)
-        except TransportError as error:
-            raise self._host.fail(f"the exchange of bucket {arrived.index} failed: {error}") from error
+        except BaseException as error:
+            cause = error if isinstance(error, TransportError) else describe_error(error)
+            raise self._host.fail(f"the exchange of bucket {arrived.index} failed: {cause}") from error
         if arrived.is_last:
+            self._end_iteration(
+                transport, bool(arrived.plan.memories) and not transport.exchanges_status(arrived.plan.memories)
+            )
+
+    def _end_iteration(self, transport: Transport, later: bool) -> None:
+        """Count the step, or raise why it has failed; with `later`, other ranks learn of it in a later step."""
+        self._half_done, failure = False, self._running.failure
+        if later:
+            row = self._running.row(UPDATED if failure is None else FAILED)
+            self._host.late.add(transport.start_all_gather_ints(row), self._host.check_late)
+        if failure is None:
             self._host.step_done()
+            return
+        if failure.error is not None and not isinstance(failure.error, Exception):
+            failure.error.add_note(f"zerostep: {self._host.fail(failure.text)}")
+            raise failure.error
+        if failure.untouched:
+            raise RuntimeError(f"no rank has made a step: {failure.text}") from failure.error
+        told = self._host.fail(failure.text, StepMismatchError if failure.mismatch else RuntimeError)
+        raise told from failure.error
 
     def snapshot_gradients(self) -> None:
         """Remember the gradients as backward left them, to notice later edits."""

@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerostep.comm.agreement import describe_error
 from zerostep.comm.background import BackgroundSaves
+from zerostep.errors import InterruptedPassError, StepMismatchError, TransportError
 from zerostep.memory.leaf import Leaf
 from zerostep.plan.groups import Group
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.engine import Engine
 from zerostep.step.grad_sources import GradSource
-from zerostep.step.health import Health
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.pass_message import options_digest
+from zerostep.step.place import Progress
 from zerostep.step.reference import ReferenceOptimizer
+from zerostep.step.step_status import PeerFailedError
 from zerostep.step.weak import weakly
 
 
@@ -36,15 +39,17 @@ class TrainingStep:
         groups: Callable[[], Sequence[Group]],
         source: GradSource,
         saves: BackgroundSaves,
-        health: Health,
         settings: Settings,
+        progress: Progress,
+        holds_all: Callable[[], bool],
     ) -> None:
+        self._progress = progress
         self._engine, self._inners, self._groups, self._source = engine, inners, groups, source
-        self._saves, self._health, self._settings = saves, health, settings
+        self._saves, self._health, self._settings = saves, progress.health, settings
         self._reference: ReferenceOptimizer | None = None
         self._has_state = False
         update = weakly(self._begin_update), weakly(self._end_update)
-        engine.attach(weakly(self._options_digest), weakly(self._hook_trainable), *update)
+        engine.attach(weakly(self.check_usable), holds_all, weakly(self._hook_trainable), *update)
 
     @property
     def count(self) -> int:
@@ -66,8 +71,30 @@ class TrainingStep:
         """This rank among those that divide the state."""
         return self._engine.buckets.rank
 
-    def run(self, joining: bool) -> None:
-        """One step. With `gather="forward"` parameters may still be in flight at its end, but not in a join context."""
+    def run(self, joining: bool, joined: bool = False) -> None:
+        """One step. With `gather="forward"` parameters may still be in flight at its end, but not in a join context.
+
+        With `joined` it is a step of the others, on a rank that has no inputs left.
+        """
+        with self._present():
+            self._run(joining, joined)
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Tell the stall report when a step begins and ends."""
+        presence, before = self._engine.presence, self.count
+        presence.begin_step()
+        try:
+            yield
+        finally:
+            presence.end_step(self.count, complete=self.count > before)
+        device = self._engine.buckets.params[0].device
+        if device.type != "cpu" and not self._engine.blocks_host:
+            event = torch.Event(device)
+            event.record()
+            presence.device_mark(event.query)
+
+    def _run(self, joining: bool, joined: bool) -> None:
         self.check_usable()
         self._saves.raise_if_failed()
         if self._settings.update == "step":
@@ -76,16 +103,27 @@ class TrainingStep:
             self._engine.settle()
             if self._settings.update == "step":
                 self._step_reference()
-                self._engine.update(self._inners)
-                self._end_update()
+                self._update(joined)
             self._engine.read_messages()
             # In a join context DDP broadcasts all parameters at the end, whatever is still in flight.
             if self._settings.gather == "step" or joining:
-                self._raise_if_peer_failed()
-                self.synchronize()
-        self._engine.iteration.end_step()
+                self._engine.status.read()
+                self._engine.gathers.wait()
+        self._engine.end_step()
+        self._progress.end_step(self._groups())
         self._has_state = True
         self._compare_with_reference()
+
+    def _update(self, joined: bool) -> None:
+        failure = self._engine.update(self._inners, joined)
+        self._end_update()
+        if failure is not None:
+            told = self._health.mark_broken(
+                f"the local update of step {self.count + 1} failed on rank {self.rank}: {describe_error(failure)}"
+            )
+            failure.add_note(f"zerostep: {told}")
+            self._engine.gathers.wait()
+            raise failure
 
     def _begin_update(self) -> InnerOptimizers:
         """With `update="backward"`: the first gradient of a pass is there; runs on autograd's thread."""
@@ -101,17 +139,15 @@ class TrainingStep:
     def _hook_trainable(self) -> None:
         self._source.extend(self._engine.buckets.params)
 
-    def _options_digest(self) -> int:
-        return options_digest(self._groups())
-
     def _follow_params(self) -> None:
         """Notice what the user did to parameters and options since the last step."""
+        self.read_status()
         self.synchronize()
-        self._raise_if_peer_failed()
         self._engine.buckets.follow_params()
         self.add_leaves(self._engine.buckets.bind_trainable())
         self._hook_trainable()
         self._inners.push_options(self._groups())
+        self._progress.begin_step(self._groups())
 
     def add_leaves(self, leaves: Sequence[Leaf]) -> None:
         """Give new leaves to the inner optimizers of their groups."""
@@ -123,32 +159,66 @@ class TrainingStep:
         """After an error in a step, parameters and state belong to no step."""
         try:
             yield
+        except InterruptedPassError:
+            raise  # nothing was sent or changed
         except BaseException as error:
-            self._health.mark_broken(f"step {self.count + 1} failed on rank {self.rank}: {error}")
+            if not self._health.broken:
+                self._raise_failed(error, self.count + 1)
             raise
 
-    def _raise_if_peer_failed(self) -> None:
-        """An error in one rank's update ends the step of all, where ranks wait for each other on the host anyway."""
-        failed = self._engine.failed_ranks()
-        if failed:
-            self.synchronize()
-            raise self._health.mark_broken(f"the update of step {self.count} failed on rank {failed[0]}")
+    def _raise_failed(self, error: BaseException, step: int) -> None:
+        """Mark the optimizer as broken and raise; an error of the user's own code is left to the caller to raise."""
+        ours = isinstance(error, (PeerFailedError, StepMismatchError, TransportError))
+        phase = "an exchange with other ranks failed: " if isinstance(error, TransportError) else ""
+        cause = f"{phase}{error}" if ours else describe_error(error)
+        told = self._health.mark_broken(
+            f"step {step} failed on rank {self.rank}: {cause}",
+            StepMismatchError if isinstance(error, StepMismatchError) else RuntimeError,
+        )
+        if ours:
+            raise told from error
+        error.add_note(f"zerostep: {told}")
+
+    def read_status(self) -> None:
+        """Read how the last step has ended on all ranks, unless it was read before; raises if one has failed.
+
+        With `gather="forward"` nothing has waited for it at the end of the step.
+        """
+        if self._health.broken:
+            return
+        try:
+            self._engine.status.read()
+        except (PeerFailedError, StepMismatchError, TransportError) as error:
+            # With update="backward" the update comes before the step() that counts it.
+            self._raise_failed(error, self.count + (self._settings.update == "backward"))
 
     def synchronize(self) -> None:
         """Return when all parameters are in place."""
-        self._engine.gathers.wait()
+        try:
+            self._engine.gathers.wait()
+        except BaseException as error:
+            if not self._health.broken:
+                self._raise_failed(error, self.count)
+            raise
 
     def check_usable(self) -> None:
         """Raise if a step or a backward pass has failed half-way."""
         if self._engine.failure is not None and not self._health.broken:
-            self._health.mark_broken(f"a backward pass failed on rank {self.rank}: {self._engine.failure}")
+            self._health.mark_broken(
+                f"the backward pass of step {self.count + 1} failed on rank {self.rank}: "
+                f"{describe_error(self._engine.failure)}"
+            )
+        if self._engine.gathers.error is not None and not self._health.broken:
+            self._health.mark_broken(
+                f"the gather of step {self.count} failed on rank {self.rank}: {self._engine.gathers.error}"
+            )
         self._health.check()
+        self.read_status()
 
     def ensure_complete(self) -> None:
         """Make sure that parameters and state belong to one step, on this rank and its peers."""
         self.check_usable()
         self.synchronize()
-        self._raise_if_peer_failed()
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """The norm of all gradients, which are scaled down to `max_norm` unless that is infinite."""
@@ -180,6 +250,7 @@ class TrainingStep:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
         self._inners.pull_options(self._groups())
         self._health.mark_recovered()
+        self._engine.presence.restart(self.count if count is None else count)
         self._engine.iteration.restart(count)
         self._has_state = has_state
 
@@ -228,7 +299,7 @@ class TrainingStep:
 
     def shadow_step(self, in_ddp: bool) -> None:
         """A joined rank's step, in place of the user's."""
-        self.run(joining=True)
+        self.run(joining=True, joined=True)
         if not in_ddp and self._settings.reduction == "all":
             for param in self._engine.buckets.params:
                 param.grad = None

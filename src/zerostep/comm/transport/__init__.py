@@ -21,10 +21,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from zerostep.comm.transport.calls import calling
 from zerostep.comm.transport.companion import CompanionTransport
+from zerostep.comm.transport.control import control_of
 from zerostep.comm.transport.group import GroupTransport
+from zerostep.comm.transport.ints import PendingInts
 from zerostep.comm.transport.null import NullTransport
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
+from zerostep.comm.transport.tags import kind_of, message_tag, wire_tag
 from zerostep.comm.transport.transfer import Transfer, finish_in_order
 
 __all__ = [
@@ -34,15 +39,27 @@ __all__ = [
     "GroupTransport",
     "Message",
     "NullTransport",
+    "PendingInts",
+    "Presence",
     "Transfer",
     "Transport",
+    "calling",
     "connect",
+    "control_of",
     "finish_in_order",
+    "kind_of",
+    "message_tag",
+    "wire_tag",
 ]
 
 
-def connect(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Transport:
-    """The transport of `group`, or of the whole world for `None`, for parameters on `device`."""
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device | None = None, presence: Presence | None = None
+) -> Transport:
+    """The transport of `group`, or of the whole world for `None`, for parameters on `device`.
+
+    Its waits are told to `presence`, by default to one of its own.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "no process group exists yet: call torch.distributed.init_process_group() before building the optimizer"
@@ -51,4 +68,4 @@ def connect(group: dist.ProcessGroup | None, device: torch.device | None = None)
     assert group is not None
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the process group that it passed")
-    return NullTransport() if dist.get_world_size(group) == 1 else GroupTransport(group, device)
+    return NullTransport() if dist.get_world_size(group) == 1 else GroupTransport(group, device, presence)

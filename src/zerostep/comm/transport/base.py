@@ -13,6 +13,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import BucketMemory, Message, Transport
 from zerostep.comm.transport.transfer import FirstError, Transfer, finish_in_order
 from zerostep.errors import TransportError
@@ -27,23 +28,25 @@ _BROADCASTS_IN_FLIGHT = 2
 class BaseTransport(Transport, ABC):
     """A transport that gathers host memory by messages and accelerator memory by broadcasts."""
 
+    presence = Presence()
+
     @abstractmethod
-    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer: ...
+    def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+        """Start overwriting `memory` with that of rank `source`."""
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` with that of rank `source`."""
-        self._start_broadcast(memory, source).wait()
+        self.start_broadcast(memory, source).wait()
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
-        """Send every owner's part to every rank, bucket by bucket in the given order, and return the statuses.
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
+        """Send every owner's part to every rank, bucket by bucket in the given order, and return the rows.
 
         If a peer is lost on the way, the messages of all other ranks are still exchanged before this raises.
         """
         errors = FirstError()
         # The fingerprints come before any data: a rank with another layout would make the message sizes differ.
-        statuses = (
-            self._exchange_status(status, fingerprint, errors) if self.exchanges_status(bucket_memories) else [status]
-        )
+        exchanges = self.exchanges_status(bucket_memories)
+        rows = self._exchange_status(row, fingerprint, errors) if exchanges else [list(row)]
         for bucket_memory in bucket_memories:
             bucket_memory.attach()
             if bucket_memory.device.type == "cpu":
@@ -51,7 +54,7 @@ class BaseTransport(Transport, ABC):
             else:
                 finish_in_order(self._broadcast_messages(bucket_memory), _BROADCASTS_IN_FLIGHT)
         errors.raise_if_any()
-        return statuses
+        return rows
 
     def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """True if some bucket is in host memory: then every rank waits for every other anyway."""
@@ -76,14 +79,14 @@ class BaseTransport(Transport, ABC):
         for owner in range(self.world_size):
             mine = owner == self.rank
             for message in bucket_memory.messages(owner):
-                transfer = self._start_broadcast(message.pack() if mine else message.buffer(), owner)
+                transfer = self.start_broadcast(message.pack() if mine else message.buffer(), owner)
                 yield partial(_finish_broadcast, None if mine else message, transfer)
 
-    def _exchange_status(self, status: int, fingerprint: int, errors: FirstError) -> list[int]:
-        """Exchange status and fingerprint with every rank, in one small message each: cheaper than a collective."""
+    def _exchange_status(self, row: Sequence[int], fingerprint: int, errors: FirstError) -> list[list[int]]:
+        """Exchange rows and fingerprints with every rank, in one small message each: cheaper than a collective."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         # Rows start with this rank's own values, so a peer that is lost does not look like a wrong fingerprint.
-        rows = {rank: torch.tensor([status, fingerprint]) for rank in range(self.world_size)}
+        rows = {rank: torch.tensor([fingerprint, *row]) for rank in range(self.world_size)}
         transfers = list[Transfer]()
         for rank in others:
             with errors:
@@ -95,12 +98,12 @@ class BaseTransport(Transport, ABC):
             with errors:
                 transfer.wait()
         for rank in others:
-            if int(rows[rank][1]) != fingerprint:
+            if int(rows[rank][0]) != fingerprint:
                 raise TransportError(
                     f"rank {rank} is about to send other parameters than rank {self.rank} expects: requires_grad, "
                     "dtype and device of parameters must change on all ranks together"
                 )
-        return [int(rows[rank][0]) for rank in range(self.world_size)]
+        return [rows[rank][1:].tolist() for rank in range(self.world_size)]
 
 
 def _finish_messages(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 from weakref import WeakSet, finalize
 
 import torch
@@ -20,9 +21,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
+from zerostep.comm.transport.ints import PendingInts
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import TAG_DATA, BucketMemory, Message, Transport
+from zerostep.comm.transport.rows import all_gather_rows
+from zerostep.comm.transport.tags import wire_tag
 from zerostep.comm.transport.transfer import Transfer, start, wait_all
-from zerostep.errors import TransportError
 
 
 class CompanionTransport(BaseTransport):
@@ -30,9 +34,13 @@ class CompanionTransport(BaseTransport):
 
     wire_device = torch.device("cpu")
 
-    def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
+    def __init__(
+        self, gloo: dist.ProcessGroupGloo, timeout: timedelta | None = None, presence: Presence | None = None
+    ) -> None:
         self._gloo: Any = gloo
+        self._timeout, self.presence = timeout, presence or Presence()
         self._unfinished: set[Transfer] = set()
+        self._errors: list[str] = []
         _companions.add(self)
         # Dropping the group closes its sockets, and a peer that is still receiving would fail: finish sending first.
         # At exit `_close_companions` does the same.
@@ -41,18 +49,25 @@ class CompanionTransport(BaseTransport):
         self.world_size = gloo.size()
 
     @classmethod
-    def connect(cls, store: Any, rank: int, world_size: int, timeout: timedelta | None) -> CompanionTransport:
+    def connect(
+        cls,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta | None,
+        presence: Presence | None = None,
+    ) -> CompanionTransport:
         """Connect the ranks that use `store`; a collective."""
         with _batch_scheduling():
             gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout or distributed_c10d.default_pg_timeout)
-        companion = cls(gloo)
+        companion = cls(gloo, timeout, presence)
         # No rank may drop the group while others are still connecting to it.
         companion.all_gather_ints([0])
         return companion
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
         """Send every owner's part to every rank, through host memory."""
-        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], status, fingerprint)
+        return super().gather([_HostBucket(bucket_memory) for bucket_memory in bucket_memories], row, fingerprint)
 
     def stream_ordered(self, device: torch.device) -> bool:
         """Never: waiting for Gloo blocks the host."""
@@ -64,19 +79,42 @@ class CompanionTransport(BaseTransport):
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
+        return all_gather_rows(self._all_gather_row, values)
+
+    def _all_gather_row(self, values: Sequence[int]) -> list[list[int]]:
+        transfer, rows = self.start_all_gather_row(values)
+        transfer.wait()
+        return torch.stack(rows).tolist()
+
+    def start_all_gather_row(self, values: Sequence[int]) -> tuple[Transfer, list[Tensor]]:
+        """Start an all-gather of equally many integers, and where they will be, by rank."""
         row = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        start(lambda: self._gloo.allgather([rows], [row]), row, f"the all-gather of {self.world_size} ranks").wait()
-        return torch.stack(rows).tolist()
+        description = f"the all-gather of {self.world_size} ranks"
+        return self._start(lambda: self._gloo.allgather([rows], [row]), row, description), rows
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """At once: whoever uses a companion waits for the others anyway."""
+        rows = self.all_gather_ints(values)
+        return PendingInts(lambda: rows)
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""
         description = f"the all-reduce of {self.world_size} ranks"
-        return start(lambda: self._gloo.allreduce([as_real(memory)]), memory, description)
+        return self._start(lambda: self._gloo.allreduce([as_real(memory)]), memory, description)
 
-    def companion(self) -> Transport:
-        """Raise: a companion has none of its own."""
-        raise TransportError("a companion transport has no companion of its own")
+    def companion(self) -> CompanionTransport:
+        """A transport over a further Gloo group of the same ranks; a collective."""
+        return connect_companion(self, self._timeout)
+
+    def belong_to(self, presence: Presence) -> None:
+        """Tell `presence` from now on what this rank waits for."""
+        self.presence = presence
+
+    @property
+    def failed(self) -> bool:
+        """Whether a transfer has failed: Gloo then closes connections, and no later one would get through."""
+        return bool(self._errors)
 
     def close(self) -> None:
         """Wait for messages under way, then end the group and its threads."""
@@ -86,16 +124,35 @@ class CompanionTransport(BaseTransport):
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending host memory to one rank."""
         data, description = as_bytes(memory), f"sending to rank {to}"
-        return start(lambda: self._gloo.send([data], to, tag), memory, description, self._unfinished)
+        number = wire_tag(tag, data.numel())
+        return self._start(lambda: self._gloo.send([data], to, number), memory, description, self._unfinished)
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into host memory from one rank."""
         data, description = as_bytes(memory), f"receiving from rank {source}"
-        return start(lambda: self._gloo.recv([data], source, tag), memory, description, self._unfinished)
+        number = wire_tag(tag, data.numel())
+        return self._start(lambda: self._gloo.recv([data], source, number), memory, description, self._unfinished)
 
-    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+    def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+        """Start overwriting host memory with that of rank `source`."""
         data = as_bytes(memory)
-        return start(lambda: self._gloo.broadcast(data, source), memory, f"the broadcast of rank {source}")
+        return self._start(lambda: self._gloo.broadcast(data, source), memory, f"the broadcast of rank {source}")
+
+    def _start(
+        self, call: Callable[[], Any], memory: Tensor, description: str, unfinished: set[Transfer] | None = None
+    ) -> Transfer:
+        return start(call, memory, description, unfinished, self._errors, self.presence)
+
+
+def connect_companion(beside: Transport, timeout: timedelta | None) -> CompanionTransport:
+    """A transport over a new Gloo group of the same ranks; a collective."""
+    # torch names new groups by counters, which differ between the ranks of a subgroup. So rank 0 draws the name.
+    token = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).to(beside.wire_device)
+    beside.broadcast(token, 0)
+    store = distributed_c10d.PrefixStore(
+        f"zerostep/{bytes(token.tolist()).hex()}", distributed_c10d._get_default_store()
+    )
+    return CompanionTransport.connect(store, beside.rank, beside.world_size, timeout, beside.presence)
 
 
 _companions: WeakSet[CompanionTransport] = WeakSet()

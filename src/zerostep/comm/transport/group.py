@@ -6,26 +6,36 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
-from zerostep.comm.transport.companion import CompanionTransport
-from zerostep.comm.transport.protocol import TAG_DATA, Transport
+from zerostep.comm.transport.companion import CompanionTransport, connect_companion
+from zerostep.comm.transport.ints import PendingInts, ints_on_device, ints_on_host
+from zerostep.comm.transport.presence import Presence
+from zerostep.comm.transport.protocol import TAG_DATA
+from zerostep.comm.transport.rows import all_gather_rows
+from zerostep.comm.transport.tags import wire_tag
 from zerostep.comm.transport.transfer import Transfer, start
 
 
 class GroupTransport(BaseTransport):
     """A transport over a torch process group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device | None = None, presence: Presence | None = None
+    ) -> None:
         self._group, self._device = group, device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.presence = presence or Presence(dist.get_process_group_ranks(group), self.rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        return self._group
 
     @cached_property
     def wire_device(self) -> torch.device:
@@ -44,11 +54,28 @@ class GroupTransport(BaseTransport):
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
+        return all_gather_rows(self._all_gather_row, values)
+
+    def _all_gather_row(self, values: Sequence[int]) -> list[list[int]]:
         row = torch.tensor(values, dtype=torch.int64, device=self.wire_device)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         call = partial(dist.all_gather, rows, row, async_op=True)
         self._start(call, row, f"the all-gather of {self.world_size} ranks").wait()
         return torch.stack(rows).tolist()
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """An all-reduce of a matrix with one row per rank, of which each rank fills its own; in stream order."""
+        own = torch.zeros(self.world_size, len(values), dtype=torch.int64)
+        own[self.rank] = torch.tensor(values, dtype=torch.int64)
+        if self.wire_device.type == "cpu":
+            return ints_on_host(self.start_all_reduce(own))
+        # Only from pinned memory is the copy asynchronous: from any other it would block the host.
+        rows = own.pin_memory().to(self.wire_device, non_blocking=True)
+        return ints_on_device(self.start_all_reduce(rows), self._ints_stream)
+
+    @cached_property
+    def _ints_stream(self) -> torch.Stream:
+        return torch.Stream(self.wire_device)
 
     def start_reduce_scatter(self, output: Tensor, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
         """Start summing every rank's `parts` of `memory`, each to its rank's `output`; in stream order.
@@ -78,30 +105,27 @@ class GroupTransport(BaseTransport):
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending `memory` to one rank."""
-        call = partial(dist.isend, as_bytes(memory), group_dst=to, tag=tag)
+        data = as_bytes(memory)
+        call = partial(dist.isend, data, group_dst=to, tag=wire_tag(tag, data.numel()))
         return self._start(call, memory, f"sending to rank {to} of {self.world_size}")
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into `memory` from one rank."""
-        call = partial(dist.irecv, as_bytes(memory), group_src=source, tag=tag)
+        data = as_bytes(memory)
+        call = partial(dist.irecv, data, group_src=source, tag=wire_tag(tag, data.numel()))
         return self._start(call, memory, f"receiving from rank {source} of {self.world_size}")
 
-    def _start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+    def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
+        """Start overwriting `memory` with that of rank `source`."""
         call = partial(dist.broadcast, as_bytes(memory), group_src=source, async_op=True)
         return self._start(call, memory, f"the broadcast of rank {source} of {self.world_size}")
 
     def _start(self, call: Callable[..., Any], memory: Tensor, description: str) -> Transfer:
-        return start(partial(call, group=self._group), memory, description)
+        return start(partial(call, group=self._group), memory, description, presence=self.presence)
 
-    def companion(self) -> Transport:
+    def companion(self) -> CompanionTransport:
         """A transport over a new Gloo group of the same ranks, for host memory; a collective."""
-        # torch names new groups by counters, which differ between the ranks of a subgroup. So rank 0 draws the name.
-        token = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).to(self.wire_device)
-        self.broadcast(token, 0)
-        store = distributed_c10d.PrefixStore(
-            f"zerostep/{bytes(token.tolist()).hex()}", distributed_c10d._get_default_store()
-        )
-        return CompanionTransport.connect(store, self.rank, self.world_size, _timeout(self._group))
+        return connect_companion(self, _timeout(self._group))
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.ints import PendingInts
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.protocol import BucketMemory, Transport
 from zerostep.comm.transport.transfer import CompletedWork, Transfer
 from zerostep.errors import TransportError
@@ -17,15 +19,16 @@ class NullTransport:
 
     rank = 0
     world_size = 1
+    presence = Presence()
     wire_device = torch.device("cpu")
 
     def stream_ordered(self, device: torch.device) -> bool:
         """True on accelerators: there is no transfer that could block the host."""
         return device.type != "cpu"
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
-        """Nothing to gather: return this rank's status."""
-        return [status]
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
+        """Nothing to gather: return this rank's row."""
+        return [list(row)]
 
     def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """False: there is no other rank."""
@@ -34,6 +37,10 @@ class NullTransport:
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """This rank's integers."""
         return [list(values)]
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """This rank's integers."""
+        return PendingInts(lambda: [list(values)])
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Nothing to do: the only rank has `memory`."""

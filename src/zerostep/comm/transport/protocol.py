@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.ints import PendingInts
+from zerostep.comm.transport.presence import Presence
 from zerostep.comm.transport.transfer import Transfer
 
 TAG_DATA = 0x7A65
@@ -48,6 +50,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    presence: Presence
 
     @property
     def wire_device(self) -> torch.device:
@@ -56,25 +59,31 @@ class Transport(Protocol):
     def stream_ordered(self, device: torch.device) -> bool:
         """Whether waiting for a transfer of `device` memory only orders streams and never blocks the host."""
 
-    def gather(self, bucket_memories: Sequence[BucketMemory], status: int, fingerprint: int) -> list[int]:
+    def gather(self, bucket_memories: Sequence[BucketMemory], row: Sequence[int], fingerprint: int) -> list[list[int]]:
         """Send every owner's part to every rank.
 
-        If `exchanges_status`, the ranks first exchange `status` and `fingerprint`, a hash of what they are about to
-        send: the statuses of all ranks are returned, and a fingerprint that differs raises before any data is sent.
-        Otherwise only this rank's own status is returned.
+        If `exchanges_status`, the ranks first exchange `row`, their status in a few integers, and `fingerprint`, a hash
+        of what they are about to send: the rows of all ranks are returned, and a fingerprint that differs raises before
+        any data is sent. Otherwise only this rank's own row is returned.
         """
 
     def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """Whether `gather` of these buckets exchanges statuses: only where hosts wait for each other anyway."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers, by rank; all ranks give equally many."""
+        """Every rank's integers, by rank; all ranks give equally many, and are in the same call: see `calling`."""
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """Start an all-gather of a few integers, without waiting for anyone; all ranks give equally many."""
 
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` (contiguous, on the wire device) with that of rank `source`."""
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
-        """Start sending contiguous `memory`, on the wire device, to one rank; messages of one tag keep their order."""
+        """Start sending contiguous `memory`, on the wire device, to one rank.
+
+        Messages of one tag and one length keep their order; those of another tag or length are never taken for them.
+        """
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into contiguous `memory`, on the wire device, from one rank."""

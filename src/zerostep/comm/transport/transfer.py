@@ -13,41 +13,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerostep.comm.transport.presence import Presence
 from zerostep.errors import TransportError
 
+_NOBODY = Presence()  # for transfers that belong to no optimizer
 # How long a transport that is dropped waits for its messages under way.
 _CLOSING_SECONDS = 10
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Transfer:
     """A transfer under way. It keeps alive the memory that the backend still reads or writes.
 
     `unfinished` is the set, kept by a transport, of the transfers for which `wait` has not been called yet. It holds
-    this one too, so that dropping a transfer without waiting does not free its memory.
+    this one too, so that dropping a transfer without waiting does not free its memory. `errors` has the errors of the
+    transport so far; `presence` is told what this rank waits for.
     """
 
     work: Any
     memory: Tensor
     description: str
     unfinished: set[Transfer] | None = None
+    errors: list[str] | None = None
+    presence: Presence = _NOBODY
 
     def wait(self) -> Tensor:
         """Wait for the transfer (on an accelerator: make the current stream wait) and return its memory."""
         # Before the wait, which may raise: a failed transfer has nothing left to wait for.
         if self.unfinished is not None:
             self.unfinished.discard(self)
-        with _describing_errors(self.description):
+        presence = self.presence
+        presence.begin_wait(self.description)
+        try:
             self.work.wait()
+        except RuntimeError as error:
+            raise _described(error, self.description, self.errors, presence) from error
+        finally:
+            presence.end_wait()
         return self.memory
+
+    def noted_by(self, presence: Presence) -> Transfer:
+        """This transfer; whoever waits for it tells `presence`."""
+        self.presence = presence
+        return self
 
 
 def start(
-    call: Callable[[], Any], memory: Tensor, description: str, unfinished: set[Transfer] | None = None
+    call: Callable[[], Any],
+    memory: Tensor,
+    description: str,
+    unfinished: set[Transfer] | None = None,
+    errors: list[str] | None = None,
+    presence: Presence = _NOBODY,
 ) -> Transfer:
     """Start a transfer. A peer that is lost by now raises here, one that is lost later in `Transfer.wait`."""
-    with _describing_errors(description), _unrecorded(memory):
-        transfer = Transfer(call(), memory, description, unfinished)
+    with _describing_errors(description, errors, presence), _unrecorded(memory):
+        transfer = Transfer(call(), memory, description, unfinished, errors, presence)
     if unfinished is not None:
         unfinished.add(transfer)
     return transfer
@@ -93,12 +114,18 @@ def wait_all(transfers: set[Transfer]) -> None:
 
 
 @contextmanager
-def _describing_errors(description: str) -> Iterator[None]:
+def _describing_errors(description: str, errors: list[str] | None, presence: Presence) -> Iterator[None]:
     """Raise a backend's errors as `TransportError` with `description`, which names the rank: theirs name a socket."""
     try:
         yield
     except RuntimeError as error:
-        raise TransportError(f"{description} failed: {error}") from error
+        raise _described(error, description, errors, presence) from error
+
+
+def _described(error: RuntimeError, description: str, errors: list[str] | None, presence: Presence) -> TransportError:
+    if errors is not None:
+        errors.append(description)
+    return TransportError(f"{description} failed: {error}{presence.lost(description)}")
 
 
 class FirstError:
