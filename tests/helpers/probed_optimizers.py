@@ -251,6 +251,14 @@ class AveragesTogether(Averaging):
             param /= most
 
 
+class CountsElements(Plain):
+    """Counts the elements of a group, which does not matter."""
+
+    def update(self, group: Group, params: Params) -> None:
+        group["elements"] = sum(param.numel() for param in params)
+        super().update(group, params)
+
+
 class Noise(Plain):
     def direction(self, param: Tensor, gradient: Tensor) -> Tensor:
         return gradient + 0.01 * torch.rand_like(gradient)
@@ -417,6 +425,7 @@ UNKNOWN: dict[type[Optimizer], tuple[bool, bool]] = {
     KeepsMuch: (True, True),
     RefusesNarrow: (True, True),
     OwnTime: (True, True),
+    CountsElements: (True, True),
     OwnDistance: (False, True),
     TrustRatio: (False, True),
     Lars: (False, True),

@@ -25,7 +25,7 @@ from tests.helpers.probed_optimizers import (
 )
 from tests.helpers.reference import Batch, assert_same_bits, assert_same_state_dict, build
 from tests.helpers.sharding import Contest, backward, in_ddp, series, sharded, values
-from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
+from zerostep import ShardedOptimizer, StepMismatchError, ZeroRedundancyOptimizer
 
 BARE = ("bare scatter", "bare all")
 
@@ -254,7 +254,7 @@ def test_options_that_differ_after_a_method_are_refused(pool: Pool) -> None:
 
 def _other_names(group: ProcessGroup) -> None:
     for _, optimizer in _both(group, Averaging):
-        with pytest.raises(ValueError, match="the method that is called"):
+        with pytest.raises(StepMismatchError, match=r"rank 0 is in eval .*, rank 1 in train"):
             optimizer.train() if dist.get_rank(group) else optimizer.eval()
 
 

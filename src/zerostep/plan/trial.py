@@ -259,16 +259,19 @@ class _Replica:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Copies of the numbers in options, and of the floating-point ones in attributes and in state of no parameter.
+    """Copies of the floating-point numbers in options, in attributes and in state of no parameter.
 
-    Integers there may count what an instance holds.
+    Integers may count what an instance holds.
     """
-    numbers = {f"option {name}": value for name, value in options(optimizer.param_groups[0]).items()}
     shared = {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
-    kept: list[Mapping[Any, Any]] = [vars(optimizer), shared, *filter(_is_mapping, shared.values())]
-    for number, values in enumerate(kept):
-        numbers |= {f"{number} {name}": value for name, value in values.items() if _is_float(value)}
-    return {name: deepcopy(value) for name, value in numbers.items() if _is_number(value)}
+    group: Mapping[Any, Any] = options(optimizer.param_groups[0])
+    kept = [group, vars(optimizer), shared, *filter(_is_mapping, shared.values())]
+    return {
+        f"{number} {name}": deepcopy(value)
+        for number, values in enumerate(kept)
+        for name, value in values.items()
+        if _is_float(value) and _is_number(value)
+    }
 
 
 def _is_mapping(value: Any) -> bool:
@@ -278,7 +281,7 @@ def _is_mapping(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.requires_grad
-    return isinstance(value, (bool, int, float, complex))
+    return isinstance(value, float)
 
 
 def _is_float(value: Any) -> bool:

@@ -45,19 +45,26 @@ class ReferenceOptimizer:
         self._copies: list[nn.Parameter] = []
         self._local: dict[int, Tensor] = {}
         self._edited = self._several = False
-        self._inners = InnerOptimizers([], [], planner.default_class, planner.defaults)
         self._seen: list[Group] = []
-        for group in groups:
-            self.add(group, specs)
+        members = [self._copy_params(group) for group in groups]
+        self._inners = InnerOptimizers(
+            [self._noted(group) for group in groups], members, planner.default_class, planner.defaults
+        )
 
     def add(self, group: Group, specs: Sequence[ParamSpec]) -> None:
         """Add a group; `specs` are those of all parameters."""
         self._specs = list(specs)
+        self._inners.add(self._noted(group), self._copy_params(group))
+
+    def _copy_params(self, group: Group) -> list[nn.Parameter]:
         copies = [nn.Parameter(self._as_master(param.detach().clone())) for param in group["params"]]
         self._copies += copies
-        # Copies of the options too: both optimizers may change them in place.
-        self._inners.add({**group, **_copied(own_options(group))}, copies)
+        return copies
+
+    def _noted(self, group: Group) -> Group:
+        """The group with copies of the options: both optimizers may change them in place."""
         self._seen.append(_copied(own_options(group)))
+        return {**group, **_copied(own_options(group))}
 
     def _as_master(self, copy: Tensor) -> Tensor:
         dtype = self._planner.settings.master_dtype
