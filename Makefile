@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests benchmarks examples docs
 
-.PHONY: help demo test test-kills fuzz lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-scale bench-communication bench-gpu docs clean
+.PHONY: help demo test test-kills fuzz chaos lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-scale bench-communication bench-gpu docs clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
 	@echo "make test-kills   200 saves that are killed, over two and four ranks"
 	@echo "make fuzz MINUTES=10 WORLDS=2,3 SEED=0   random training programs, compared with plain DDP"
+	@echo "make chaos ROUNDS=1 LOAD=0 SEED=0   every fault in every mode, ROUNDS times, beside LOAD busy loops"
 	@echo "make lint    formatting, lint rules, types, import directions and spelling"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench-quick   the main entries on two models and two ranks, in two minutes"
@@ -39,6 +40,11 @@ WORLDS ?= 2,3
 SEED ?= 0
 fuzz: $(VENV)/installed
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --world $(WORLDS) --seed $(SEED)
+
+ROUNDS ?= 1
+LOAD ?= 0
+chaos: $(VENV)/installed
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --load $(LOAD) --seed $(SEED) --json build/chaos.json
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check $(SOURCES)

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import TAG_REDUCE, Exchange, HostExchange, StreamExchange
-from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, Transfer, kind_of
+from zerostep.comm.transport import TAG_DATA, GroupTransport, NullTransport, PendingInts, Transfer, kind_of
 
 
 class _Done:
     def wait(self) -> None:
         pass
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class SilentTransport(GroupTransport):
@@ -33,6 +36,11 @@ class SilentTransport(GroupTransport):
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Everyone says the same."""
         return [list(values) for _ in range(self.world_size)]
+
+    def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
+        """Everyone says the same."""
+        self.messages += 1
+        return PendingInts(lambda: [list(values) for _ in range(self.world_size)])
 
     def start_reduce_scatter(self, output: Tensor, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
         """The sum is this rank's own part."""

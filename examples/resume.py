@@ -9,11 +9,14 @@ Start this on two machines, or twice on one:
 `--nnodes=1:2` lets torchrun go on with what is left, down to one; it notices a machine that says nothing for three
 times `keep_alive_interval` seconds, and then waits `last_call_timeout` seconds for others to join. The machine of
 `--rdzv-endpoint` must be among those that stay. With `--standalone --nproc-per-node=2 --max-restarts=3` in their
-place, a lost rank is replaced, and the same script goes on with as many ranks as before.
+place, a lost rank is replaced, and the same script goes on with as many ranks as before. Set the variable
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise ranks that it has started again may find addresses of those
+before them, and fail to connect.
 
 Every start is the same: build everything, load what `zerostep.latest` finds, if it finds something, and train. The
 checkpoint fits any number of ranks. Each step trains on the same windows of text, however many ranks share them, so the
-loss goes on as it would have. `--die-at STEP` makes this machine lose power after that step of its first life.
+loss goes on as it would have. `--die-at STEP` makes this machine lose power after that step of its first life; with
+`--lose=rank` only its last rank dies, which torchrun then replaces.
 """
 
 import argparse
@@ -39,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
     parser.add_argument("--die-at", type=int, help="kill this machine's processes after this step")
+    parser.add_argument("--lose", choices=["machine", "rank"], default="machine", help="what --die-at kills")
     return parser.parse_args()
 
 
@@ -51,6 +55,12 @@ def lose_power() -> None:
     """End the launcher on this machine, and then this rank, without a word to anybody."""
     os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_rank() -> None:
+    """End the last rank alone; its launcher notices."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(chosen: argparse.Namespace) -> None:
@@ -72,7 +82,7 @@ def train(chosen: argparse.Namespace) -> None:
         if step % chosen.every == 0:
             zerostep.save(chosen.folder / f"step-{step}", optimizer, model, keep=2)
         if step == chosen.die_at and life == 0:
-            lose_power()
+            lose_power() if chosen.lose == "machine" else lose_rank()
     dist.destroy_process_group()
 
 

@@ -4,9 +4,11 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,12 +179,16 @@ def _kill(pool: Pool, root: Path, world: int, plan: Plan) -> int:
     return step
 
 
-def _points(root: Path, world: int, kind: str) -> list[list[str]]:
+@cache
+def _points(world: int, kind: str) -> list[list[str]]:
     """What the third save does to the disk on each rank."""
-    root.mkdir(parents=True)
-    outcomes = run_fresh(_train, world, root / "series", Plan(kind, True, ()), deadline=DEADLINE)
+    with tempfile.TemporaryDirectory() as root:
+        outcomes = run_fresh(_train, world, Path(root, "series"), Plan(kind, True, ()), deadline=DEADLINE)
     assert all(outcome.error is None for outcome in outcomes), outcomes
-    return [outcome.result for outcome in outcomes]
+    points: list[list[str]] = [outcome.result for outcome in outcomes]
+    assert {"mkdir", "_write_all", "write_bytes", "fsync", "rename", "unlink", "rmdir"} <= set(points[0]), points
+    assert all({"_write_all", "fsync"} <= set(names) for names in points), points
+    return points
 
 
 def _exact_plans(points: list[list[str]], kind: str) -> list[Plan]:
@@ -214,30 +220,35 @@ def _timed_plans(draw: random.Random, world: int, kind: str, count: int) -> list
     ]
 
 
-def _test(pool: Pool, root: Path, world: int, kind: str, exact: int, timed: int, seed: int = 0) -> None:
-    draw = random.Random(f"{world} {kind} {seed}")
-    points = _points(root / "count", world, kind)
-    assert {"mkdir", "_write_all", "write_bytes", "fsync", "rename", "unlink", "rmdir"} <= set(points[0]), points
-    assert all({"_write_all", "fsync"} <= set(names) for names in points), points
+def _plans(world: int, kind: str, exact: int, timed: int, seed: int = 0) -> list[Plan]:
+    """Kills at exact points, the last ones of rank 0 among them, and after random times."""
+    draw, points = random.Random(f"{world} {kind} {seed}"), _points(world, kind)
     last = _last_plans(points[0], kind)
-    plans = last + draw.sample(_exact_plans(points, kind), exact - len(last)) + _timed_plans(draw, world, kind, timed)
-    steps = [_kill(pool, root / str(number), world, plan) for number, plan in enumerate(plans)]
-    assert len(steps) == exact + timed
-    # The kills fall on both sides of the moment at which the third becomes visible.
-    assert {SAFE, SAFE + 1} <= set(steps), steps
+    return last + draw.sample(_exact_plans(points, kind), exact - len(last)) + _timed_plans(draw, world, kind, timed)
 
 
-@pytest.mark.parametrize("kind", ["zero", "sharded"])
-def test_a_killed_save_leaves_the_last_complete_one(pool: Pool, tmp_path: Path, kind: str) -> None:
-    _test(pool, tmp_path, 2, kind, exact=8, timed=2)
+EACH_KIND = pytest.mark.parametrize("kind", ["zero", "sharded"])
+
+
+@EACH_KIND
+@pytest.mark.parametrize("number", range(10))
+def test_a_killed_save_leaves_the_last_complete_one(pool: Pool, tmp_path: Path, number: int, kind: str) -> None:
+    _kill(pool, tmp_path / "run", 2, _plans(2, kind, exact=8, timed=2)[number])
+
+
+@pytest.mark.parametrize(("moment", "found"), [("before", SAFE), ("after", SAFE + 1)])
+def test_a_checkpoint_exists_from_its_rename_on(pool: Pool, tmp_path: Path, moment: str, found: int) -> None:
+    names = _points(2, "sharded")[0]
+    rename = names.index("rename", names.index("write_bytes"))
+    assert _kill(pool, tmp_path / "run", 2, Plan("sharded", True, (0,), rename, moment)) == found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", [1, 2])
-@pytest.mark.parametrize("kind", ["zero", "sharded"])
+@EACH_KIND
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("number", range(25))
 def test_two_hundred_killed_saves_leave_the_last_complete_one(
-    pool: Pool, tmp_path: Path, kind: str, world: int, part: int
+    pool: Pool, tmp_path: Path, number: int, part: int, world: int, kind: str
 ) -> None:
-    _test(pool, tmp_path, world, kind, exact=20, timed=5, seed=part)
+    _kill(pool, tmp_path / "run", world, _plans(world, kind, exact=20, timed=5, seed=part)[number])

@@ -86,7 +86,7 @@ def _without_gloo(group: dist.ProcessGroup) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
             patch.setattr(dist.ProcessGroupGloo, "create_default_device", refuse)
-        transport = connect(dist.new_group())
+        transport = connect(dist.new_group([0, 1]))
         control = control_of(transport)
         assert control.all_gather_ints([control.rank]) == [[0], [1]]
     return control is transport and isinstance(control, GroupTransport)

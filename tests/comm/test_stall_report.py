@@ -182,9 +182,11 @@ def _failed_peer(group: dist.ProcessGroup, on_device: bool) -> tuple[list[str], 
     training.train(1)
     error = ""
     if dist.get_rank(group) == 1:
-        training.optimizer._health.mark_broken("the disk is full")
+        training.optimizer._transport.presence.fail("the disk is full")
         _store().wait(["heard"], PATIENCE)
-        training.optimizer._health.mark_recovered()
+        training.optimizer._transport.presence.recover()
+        if on_device:
+            training.optimizer._health.mark_recovered()  # as rank 0
         training.train(1)
     elif on_device:
         training.optimizer._transport.presence.device_mark(lambda: False)

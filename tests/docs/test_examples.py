@@ -1,19 +1,23 @@
-"""The examples, run as a user runs them, and what they print."""
+"""The examples, and what they print; two of them as a user runs them, under torchrun."""
 
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.helpers.pool import HOST, LOOPBACK
+from tests.helpers.pool import HOST, LOOPBACK, PRELOAD
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -22,8 +26,8 @@ DEADLINE = 120.0
 pytestmark = pytest.mark.timeout(3 * DEADLINE)
 
 
-def run(name: str) -> str:
-    """Run an example on two ranks; what it prints."""
+def run_with_torchrun(name: str) -> str:
+    """Run an example on two ranks as a user does; what it prints."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", HOST]
     command = [*launcher, "--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py")]
     with subprocess.Popen(
@@ -38,9 +42,45 @@ def run(name: str) -> str:
     return printed
 
 
+def run(name: str) -> str:
+    """Run an example on two ranks that have torch loaded already, with what torchrun would set; what it prints."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, f"{rank}.txt") for rank in range(2)]
+        ranks = [
+            context.Process(
+                target=as_script, args=(name, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(DEADLINE)
+            process.kill()
+            process.join()
+        printed = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in ranks] == [0, 0], "\n".join(printed)
+    return "".join(printed)
+
+
+def as_script(name: str, variables: dict[str, str], output: Path) -> None:
+    """Be one rank of an example."""
+    os.environ.update({**environment(), **variables})
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(ROOT / "examples"))
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    sys.stdout.flush()
+
+
 def environment() -> dict[str, str]:
-    """For local ranks of one thread."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
+    """For local ranks of one thread, and a launcher that gives ranks which it starts again a store of their own."""
+    names = {"PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **names, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def numbers(text: str) -> list[float]:
@@ -55,7 +95,7 @@ def before_sharding() -> list[float]:
 
 
 def test_before_and_after_print_the_same_loss_and_half_the_state() -> None:
-    before, after = before_sharding(), numbers(run("after"))
+    before, after = before_sharding(), numbers(run_with_torchrun("after"))
     assert len(before) == 2
     assert after == [before[0], before[1] / 2]
 

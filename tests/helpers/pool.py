@@ -32,6 +32,8 @@ OFFSET = (1, 2)
 WORLDS = (*(tuple(range(size)) for size in range(1, SIZE + 1)), OFFSET)
 GRACE = 5.0
 START = 60.0
+SLICE = 0.5  # seconds between two looks at how the ranks get on
+MOST = 10.0  # times a deadline, after which a rank is late on however busy a machine
 GROUP_TIMEOUT = timedelta(seconds=30)
 HOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -254,6 +256,48 @@ class Worker:
         self.connection.close()
 
 
+class Timer:
+    """Some seconds in which the ranks can work: the time for which they wait for a processor is not counted.
+
+    On a busy machine all ranks may be ready to run and none does. A rank that waits for another one, for ever perhaps,
+    is not ready to run, so that its time counts.
+    """
+
+    def __init__(self, workers: Sequence["Worker"], seconds: float) -> None:
+        self._workers, self._seconds = workers, seconds
+        self._began, self._delayed = time.monotonic(), _delays(workers)
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left, if the ranks get a processor at once from now on."""
+        passed = time.monotonic() - self._began
+        if passed > MOST * self._seconds:
+            return 0.0
+        delayed = _delays(self._workers)
+        return self._seconds - passed + sum(delayed.get(rank, 0.0) - before for rank, before in self._delayed.items())
+
+    @property
+    def next_look(self) -> float:
+        """How long to wait before the time is looked at again."""
+        return min(SLICE, max(0.0, self._seconds + self._began - time.monotonic())) or SLICE
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() - self._began >= self._seconds and self.left <= 0.0
+
+
+def _delays(workers: Sequence["Worker"]) -> dict[int, float]:
+    """For how long the threads of each worker have waited for a processor; empty where the system does not say."""
+    return {number: _delay(worker.process.pid) for number, worker in enumerate(workers)}
+
+
+def _delay(pid: int | None) -> float:
+    with suppress(OSError, IndexError):
+        return sum(int(task.read_text().split()[1]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    return 0.0
+
+
 class Crew:
     """Worker processes that form one world, and the store that they share."""
 
@@ -286,18 +330,17 @@ class Crew:
         """
         pending: dict[Any, int] = {self.workers[rank].connection: rank for rank in ranks}
         answers: dict[int, Answer] = {}
-        waiting, limit, end = set(ranks), deadline, time.monotonic() + START
-        while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
-            for connection in ready:
+        waiting, limit, timer = set(ranks), deadline, Timer(self.workers, START)
+        while pending and not timer.over:
+            for connection in wait(list(pending), timer.next_look):
                 rank = pending[connection]
                 answer = self.workers[rank].receive()
                 if not answer.begins:
                     answers[pending.pop(connection)] = answer
                 if rank in waiting and not (waiting := waiting - {rank}):
-                    end = time.monotonic() + limit
-                if answer.error is not None:
-                    limit = min(limit, grace)
-                    end = min(end, time.monotonic() + grace)
+                    timer = Timer(self.workers, limit)
+                if answer.error is not None and grace < timer.left:
+                    limit, timer = min(limit, grace), Timer(self.workers, grace)
         return answers
 
     def results(self, ranks: Ranks, deadline: float) -> list[Any]:

@@ -382,5 +382,5 @@ def _fails_on_one_rank(group: ProcessGroup) -> str:
 
 def test_an_update_that_fails_on_one_rank_ends_the_step_of_all(pool: Pool) -> None:
     first, second = pool.run(_fails_on_one_rank, 2, deadline=20.0)
-    assert "failed on rank 1" in first
+    assert "rank 1 failed in its local update of step 1: FloatingPointError: on purpose" in first
     assert "on purpose" in second

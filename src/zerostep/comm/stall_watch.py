@@ -64,12 +64,10 @@ def _parsed(given: float | str | None) -> float | None:
     return seconds if seconds >= 0 else None
 
 
-def watch(
-    presence: Presence, label: str, limit: float | None, mark_broken: Callable[[str], object] | None = None
-) -> None:
+def watch(presence: Presence, label: str, limit: float | None, give_up: Callable[[str], object] | None = None) -> None:
     """Report when the rank that `presence` is about waits for longer than `limit` seconds.
 
-    `mark_broken` is told of the failure of a peer for which only the device waits. Everything is held weakly.
+    `give_up` is told of the failure of a peer for which only the device waits. Everything is held weakly.
     """
     if limit is None or len(presence.ranks) < 2:
         presence.introduce(label, None)
@@ -77,16 +75,14 @@ def watch(
     global _watch
     if _watch is None:
         _watch = StallWatch()
-    _watch.add(_Seat(presence, label, limit, mark_broken))
+    _watch.add(_Seat(presence, label, limit, give_up))
 
 
 class _Seat:
     """What the watch knows about one presence."""
 
-    def __init__(
-        self, presence: Presence, label: str, limit: float, mark_broken: Callable[[str], object] | None
-    ) -> None:
-        self.presence, self.label, self.limit, self.mark_broken = ref(presence), label, limit, mark_broken
+    def __init__(self, presence: Presence, label: str, limit: float, give_up: Callable[[str], object] | None) -> None:
+        self.presence, self.label, self.limit, self.give_up = ref(presence), label, limit, give_up
         self.number = 0
         self._ticks, self._moved = -1, time.monotonic()
         self._wait: Wait | None = None
@@ -292,12 +288,9 @@ class StallWatch:
 
 
 def _give_up(seat: _Seat, message: str) -> None:
-    """The device waits for a rank that has failed: the next call on this rank raises.
-
-    The place for aborting communicators, which would end the wait of the device itself.
-    """
-    if seat.mark_broken is not None:
-        seat.mark_broken(message)
+    """The device waits for a rank that has failed: end that wait, so that the next call on this rank raises."""
+    if seat.give_up is not None:
+        seat.give_up(message)
 
 
 def _entry(seat: _Seat, presence: Presence) -> Note:

@@ -131,7 +131,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._ranks = resolve(wanted, _first_device(self._model))
         presence = self._ranks.everyone.presence
         self._timer, self._health = PhaseTimer(presence), Health(presence.fail, presence.recover)
-        watch(presence, "ShardedOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken))
+        watch(presence, "ShardedOptimizer", stall_limit(stall_seconds), weakly(self._give_up))
         self._saves = BackgroundSaves(self._ranks.control)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
@@ -375,9 +375,12 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_usable(self) -> None:
         self._training.check_usable()
 
-    def _mark_broken(self, description: str) -> None:
+    def _give_up(self, description: str) -> None:
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        # First: whoever waits for the device goes on once the wait has ended, and must find this optimizer broken.
         self._health.mark_broken(description)
+        for transport in (self._ranks.everyone, self._ranks.shards, self._ranks.replicas):
+            transport.abort()
 
     @property
     def _inner_methods(self) -> InnerMethods | None:

@@ -98,9 +98,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     ) -> None:
         groups, error = _normalised(params)
         self._transport: Transport = connect(process_group, _first_device(groups))
-        watch(
-            self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._mark_broken)
-        )
+        watch(self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._give_up))
         self._control = control_of(self._transport)
         self._saves = BackgroundSaves(self._control)
         self.initialized = False
@@ -253,9 +251,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             event.record()
             presence.device_mark(event.query)
 
-    def _mark_broken(self, description: str) -> None:
+    def _give_up(self, description: str) -> None:
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
+        # First: whoever waits for the device goes on once the wait has ended, and must find this optimizer broken.
         self._health.mark_broken(description)
+        self._transport.abort()
 
     def _step_and_sync(self, closure: Any, kwargs: dict[str, Any], joined: bool = False) -> Any:
         self._saves.raise_if_failed()
@@ -309,7 +309,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
                 rows = transport.gather(self._bucket_memories, row, self._owners.fingerprint)
                 if transport.exchanges_status(self._bucket_memories):
                     return rows
-                self._late.add(transport.start_all_gather_ints(row), weakly(self._check_late))
+                if self._bucket_memories:
+                    self._late.add(transport.start_all_gather_ints(row), weakly(self._check_late))
                 return []
         except Exception as error:
             raise self._fail(f"the exchange of parameters failed: {error}") from error

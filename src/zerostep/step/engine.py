@@ -421,6 +421,8 @@ class Engine:
         message = PassMessage(self._progress.steps, self.iteration.passes, self._progress.loads, used)
         with self._timer.phase("control"):
             pending = self._control.start_all_gather_ints(message.to_ints())
+        if not self._control.blocks_host:
+            self.presence.device_mark(pending.done)
         # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
         complete = len(self._used_in_pass) == self.reduction.trainable_count
         if self._control.blocks_host or not complete:

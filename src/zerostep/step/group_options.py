@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
 
 from zerostep.comm.agreement import Fact
-from zerostep.plan.groups import Group, own_options
+from zerostep.plan.groups import CLASS_KEY, Group
 
 _MOST_ELEMENTS = 8  # of a tensor whose value counts
 _LEFT_OUT = object()
-_Key = tuple[int, str]
+_NO_OPTIONS = frozenset({"params", "param_names", CLASS_KEY})
+_SCALARS = (type(None), bool, int, float, str)
+
+_FIXED = (*_SCALARS, tuple)
 
 
 class GroupOptions:
@@ -26,23 +29,27 @@ class GroupOptions:
     """
 
     def __init__(self) -> None:
-        self._left: dict[_Key, Any] | None = None
-        self._now: dict[_Key, Any] = {}
+        self._left: list[Group] = []
+        self._new: list[Group] = []
 
     def forget(self) -> None:
         """A state was loaded: everything is new."""
-        self._left = None
+        self._left = []
 
     def begin_step(self, groups: Sequence[Group]) -> int:
         """Note the options that a step is about to use; a positive number that differs where the new ones do."""
-        self._now = dict(_comparable(groups))
-        left = self._left or {}
-        new = [key for key, value in self._now.items() if not _same(left.get(key, _LEFT_OUT), value)]
-        return _digest([[*key, _text(self._now[key])] for key in sorted(new)])
+        self._new = [_new_in(group, left) for group, left in zip(groups, self._left_of(groups), strict=True)]
+        entries = ((index, key, _text(new[key])) for index, new in enumerate(self._new) for key in sorted(new))
+        return _digest(list(entries))
 
     def end_step(self, groups: Sequence[Group]) -> None:
         """Note the options that a step has left."""
-        self._left = dict(_comparable(groups))
+        pairs = zip(groups, self._left_of(groups), strict=True)
+        self._left = [{**left, **_new_in(group, left)} for group, left in pairs]
+
+    def _left_of(self, groups: Sequence[Group]) -> list[Group]:
+        """What the last step has left of each group: nothing of those that are new."""
+        return self._left[: len(groups)] + [{} for _ in groups[len(self._left) :]]
 
     def changes(self, groups: Sequence[Group]) -> list[Fact]:
         """The options that are new since the last step, in words."""
@@ -52,7 +59,8 @@ class GroupOptions:
 
     def facts(self) -> list[Fact]:
         """The options that the step used, in words."""
-        return [Fact(f"{key} of group {index}", _text(self._now[index, key])) for index, key in sorted(self._now)]
+        used = [{**left, **new} for left, new in zip(self._left_of(self._new), self._new, strict=True)]
+        return [Fact(f"{key} of group {i}", _text(group[key])) for i, group in enumerate(used) for key in sorted(group)]
 
 
 def options_digest(groups: Sequence[Group]) -> int:
@@ -60,23 +68,31 @@ def options_digest(groups: Sequence[Group]) -> int:
     return GroupOptions().begin_step(groups)
 
 
-def _comparable(groups: Sequence[Group]) -> Iterator[tuple[_Key, Any]]:
-    for index, group in enumerate(groups):
-        for key, value in own_options(group).items():
-            found = _plain(value)
-            if found is not _LEFT_OUT:
-                yield (index, key), found
+def _new_in(group: Group, left: Group) -> Group:
+    """The options that have other values than in `left`. Called in each step, for what may be hundreds of groups."""
+    found: Group = {}
+    for key, value in group.items():
+        before = left.get(key, _LEFT_OUT)
+        # The same object, and one that nobody can change: nearly always.
+        if (before is value and type(value) in _FIXED) or key in _NO_OPTIONS:
+            continue
+        plain = _plain(value)
+        if plain is not _LEFT_OUT and not _same(before, plain):
+            found[key] = plain
+    return found
 
 
 def _plain(value: Any) -> Any:
     """The value of an option; `_LEFT_OUT` for what has none, or none without waiting for an accelerator."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, _SCALARS):
         return value
     if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
+        if type(value) is tuple and all(type(item) in _SCALARS for item in value):
+            return value
+        items = tuple(_plain(item) for item in value)
         return _LEFT_OUT if any(item is _LEFT_OUT for item in items) else items
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() <= _MOST_ELEMENTS:
-        return value.tolist()
+        return _plain(value.tolist())
     return _LEFT_OUT
 
 
@@ -86,7 +102,7 @@ def _same(left: Any, value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """The same text for equal numbers: 1 and 1.0 are one learning rate, but `True` is not a number."""
-    if isinstance(value, list):
+    if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
         return repr(float(value))

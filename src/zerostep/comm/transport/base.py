@@ -34,6 +34,9 @@ class BaseTransport(Transport, ABC):
     def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         """Start overwriting `memory` with that of rank `source`."""
 
+    def abort(self) -> None:
+        """Nothing to do: no accelerator waits for this transport."""
+
     def broadcast(self, memory: Tensor, source: int) -> None:
         """Overwrite `memory` with that of rank `source`."""
         self.start_broadcast(memory, source).wait()

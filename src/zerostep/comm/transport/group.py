@@ -123,6 +123,16 @@ class GroupTransport(BaseTransport):
     def _start(self, call: Callable[..., Any], memory: Tensor, description: str) -> Transfer:
         return start(partial(call, group=self._group), memory, description, presence=self.presence)
 
+    def abort(self) -> None:
+        """End the transfers that an accelerator waits for, if its backend can; the group cannot be used afterwards.
+
+        Whoever waits for the device then goes on with undefined values, so the optimizer must be marked before.
+        """
+        for device_type in _backends(self._group):
+            if self.stream_ordered(torch.device(device_type)):
+                backend = self._group._get_backend(torch.device(device_type))
+                getattr(backend, "abort", lambda: None)()
+
     def companion(self) -> CompanionTransport:
         """A transport over a new Gloo group of the same ranks, for host memory; a collective."""
         return connect_companion(self, _timeout(self._group))

@@ -57,6 +57,9 @@ class NullTransport:
         """Nothing to do: the sum over one rank is `memory`."""
         return Transfer(CompletedWork(), memory, "")
 
+    def abort(self) -> None:
+        """Nothing to do: there is no other rank to wait for."""
+
     def companion(self) -> Transport:
         """This transport itself: its calls need no order."""
         return self

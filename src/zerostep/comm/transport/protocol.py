@@ -91,5 +91,8 @@ class Transport(Protocol):
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory` over all ranks, in place."""
 
+    def abort(self) -> None:
+        """End the transfers that an accelerator waits for, and the use of the group; from any thread. Else nothing."""
+
     def companion(self) -> Transport:
         """A second transport over the same ranks, whose calls need no order with those of this one; a collective."""
