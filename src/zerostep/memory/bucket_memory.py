@@ -45,6 +45,11 @@ def make_bucket_memories(
     return list(new)
 
 
+def memories_of_all(layout: Layout, params: Sequence[Tensor]) -> list[BucketMemory]:
+    """The memory of each bucket wherever its parameters lie now, also of those that no step changes any more."""
+    return [ScatteredBucket(bucket, params) for bucket in layout.buckets if bucket.size]
+
+
 @dataclass(frozen=True)
 class InPlaceMessage:
     """A message that is sent from and received into the parameters' own memory."""

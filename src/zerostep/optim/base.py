@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 import warnings
 from abc import abstractmethod
+from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zerostep.comm.transport import calling
+from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.proxies import delegate_if_proxy
 from zerostep.plan.groups import all_params
 from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
@@ -71,6 +73,23 @@ class PartitionedOptimizer(Optimizer, Joinable):
     @abstractmethod
     def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
+
+    @property
+    @abstractmethod
+    def _inner_methods(self) -> InnerMethods | None:
+        """The methods of the inner optimizers; `None` while there are none yet."""
+
+    if not TYPE_CHECKING:  # it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """A public method that only the inner optimizer's class has, such as a schedule-free one's `train()`.
+
+            All ranks call it. It runs on every rank's part, and then all parameters are sent to everyone.
+            """
+            methods = None if name.startswith("_") else self._inner_methods
+            if methods is None or not methods.has(name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return partial(methods.call, name)
 
     @calling("consolidate_state_dict")
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -151,11 +170,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
         if not self._join_config.enable:
             self._audits.after_step(step, self._audit_subject)
 
-    def _refuse_joining(self) -> None:
+    def _refuse_joining(self, remedy: str = "save, load or audit outside") -> None:
         if self._join_config.enable:
-            raise RuntimeError(
-                "inside Join some ranks may have no inputs left, and would not come: save, load or audit outside"
-            )
+            raise RuntimeError(f"inside Join some ranks may have no inputs left, and would not come: {remedy}")
 
     @property
     @abstractmethod

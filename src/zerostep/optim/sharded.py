@@ -31,6 +31,7 @@ from zerostep.comm.transport import calling
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
+from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
@@ -439,6 +440,29 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._health.mark_broken(description)
         for transport in (self._ranks.everyone, self._ranks.shards, self._ranks.replicas):
             transport.abort()
+
+    @property
+    def _inner_methods(self) -> InnerMethods | None:
+        if self._training_step is None:
+            return None
+        return InnerMethods(
+            optimizers=self._inners.all,
+            control=self._ranks.control,
+            health=self._health,
+            groups=self.param_groups,
+            begin=self._begin_method,
+            run=self._training.run_method,
+            facts=self._method_facts,
+            send=self._training.engine.send_all,
+        )
+
+    def _begin_method(self) -> None:
+        self._refuse_joining("call it outside")
+        self._training.begin_method()
+
+    def _method_facts(self) -> list[Fact]:
+        buckets = sorted(self._training.engine.buckets.shards)
+        return [Fact("the buckets that were trained", str(buckets))]
 
     # ------------------------------------------------------------------ gradients
 

@@ -663,6 +663,11 @@ class Engine:
         self.iteration.end_step()
         self._any_gradient = False
 
+    def send_all(self) -> None:
+        """Send the owned part of every bucket to everyone and wait for all; a collective."""
+        with self.lock:
+            self._updater.send_all()
+
     def _owned_grad(self, bucket: int) -> Tensor:
         if self._whole:
             return owned_part(self.buckets, bucket)

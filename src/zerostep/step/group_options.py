@@ -51,6 +51,12 @@ class GroupOptions:
         """What the last step has left of each group: nothing of those that are new."""
         return self._left[: len(groups)] + [{} for _ in groups[len(self._left) :]]
 
+    def changes(self, groups: Sequence[Group]) -> list[Fact]:
+        """The options that are new since the last step, in words."""
+        left, now = self._left or {}, dict(_comparable(groups))
+        new = sorted(key for key, value in now.items() if not _same(left.get(key, _LEFT_OUT), value))
+        return [Fact(f"{key} of group {index}", _text(now[index, key])) for index, key in new]
+
     def facts(self) -> list[Fact]:
         """The options that the step used, in words."""
         used = [{**left, **new} for left, new in zip(self._left_of(self._new), self._new, strict=True)]
