@@ -28,6 +28,7 @@ class GroupTransport(BaseTransport):
         self, group: dist.ProcessGroup, device: torch.device | None = None, presence: Presence | None = None
     ) -> None:
         self._group, self._device = group, device
+        self._backends = _backends(group)  # asked for in every step, also when torch has forgotten the group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.presence = presence or Presence(dist.get_process_group_ranks(group), self.rank)
@@ -40,7 +41,7 @@ class GroupTransport(BaseTransport):
     @cached_property
     def wire_device(self) -> torch.device:
         """The host if the group serves it, else the device of the parameters, else the current accelerator."""
-        device_types = list(_backends(self._group))
+        device_types = list(self._backends)
         if "cpu" in device_types:
             return torch.device("cpu")
         if self._device is not None and self._device.type in device_types:
@@ -49,8 +50,7 @@ class GroupTransport(BaseTransport):
 
     def stream_ordered(self, device: torch.device) -> bool:
         """True if the backend serves accelerators alone: one that serves the host too copies through host memory."""
-        backends = _backends(self._group)
-        return device.type != "cpu" and backends.get(device.type) != backends.get("cpu")
+        return device.type != "cpu" and self._backends.get(device.type) != self._backends.get("cpu")
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
@@ -128,7 +128,7 @@ class GroupTransport(BaseTransport):
 
         Whoever waits for the device then goes on with undefined values, so the optimizer must be marked before.
         """
-        for device_type in _backends(self._group):
+        for device_type in self._backends:
             if self.stream_ordered(torch.device(device_type)):
                 backend = self._group._get_backend(torch.device(device_type))
                 getattr(backend, "abort", lambda: None)()
