@@ -53,9 +53,8 @@ class GroupOptions:
 
     def changes(self, groups: Sequence[Group]) -> list[Fact]:
         """The options that are new since the last step, in words."""
-        left, now = self._left or {}, dict(_comparable(groups))
-        new = sorted(key for key, value in now.items() if not _same(left.get(key, _LEFT_OUT), value))
-        return [Fact(f"{key} of group {index}", _text(now[index, key])) for index, key in new]
+        news = [_new_in(group, left) for group, left in zip(groups, self._left_of(groups), strict=True)]
+        return [Fact(f"{key} of group {i}", _text(new[key])) for i, new in enumerate(news) for key in sorted(new)]
 
     def facts(self) -> list[Fact]:
         """The options that the step used, in words."""
