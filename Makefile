@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests benchmarks examples docs
 
-.PHONY: help demo test test-kills fuzz chaos lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-scale bench-communication bench-gpu docs clean
+.PHONY: help demo test test-integrations test-kills fuzz chaos lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-scale bench-communication bench-gpu docs clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
+	@echo "make test-integrations   Trainer, Accelerate and Lightning, in an environment of their own"
 	@echo "make test-kills   200 saves that are killed, over two and four ranks"
 	@echo "make fuzz MINUTES=10 WORLDS=2,3 SEED=0   random training programs, compared with plain DDP"
 	@echo "make chaos ROUNDS=1 LOAD=0 SEED=0   every fault in every mode, ROUNDS times, beside LOAD busy loops"
@@ -31,6 +32,18 @@ demo: $(VENV)/installed
 # Two workers, each with ranks of its own: while the ranks of one wait for each other, the other computes.
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Frameworks bring many packages of their own, so they have an environment of their own.
+FRAMEWORKS := .venv-integrations
+$(FRAMEWORKS)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[integrations]" pytest pytest-timeout pytest-xdist
+	@touch $@
+
+test-integrations: $(FRAMEWORKS)/installed
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/frameworks
 
 test-kills: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow tests/checkpoint/test_kills.py
@@ -111,4 +124,4 @@ docs: $(VENV)/docs
 	$(BIN)/python -m sphinx -W --keep-going -n -q -d build/doctrees docs build/docs
 
 clean:
-	rm -rf build $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build $(VENV) $(FRAMEWORKS) .mypy_cache .ruff_cache .pytest_cache .hypothesis

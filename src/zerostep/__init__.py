@@ -1,5 +1,6 @@
 """Optimizer-state sharding for PyTorch data-parallel training: same numbers as DDP, 1/N of the memory."""
 
+from zerostep import integrations
 from zerostep.checkpoint.export import consolidate
 from zerostep.checkpoint.load import Checkpoint, latest, load
 from zerostep.checkpoint.reshard import reshard
@@ -31,6 +32,7 @@ __all__ = [
     "dcp_state",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "integrations",
     "latest",
     "load",
     "reshard",

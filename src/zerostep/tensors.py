@@ -7,6 +7,13 @@ from bisect import bisect_left, insort
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+# Where DLPack passes memory on by address. Elsewhere, as on the meta device, there is no second storage over it.
+_DLPACK_DEVICES = frozenset(("cpu", "cuda", "xpu"))
+# Inductor's kernels for accelerators take a parameter for aligned to this many bytes if its offset in its storage is.
+_KERNEL_ALIGNMENT = 16
+_HOST_DEVICES = frozenset(("cpu",))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -26,6 +33,29 @@ def flat_alias(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, sharing its storage and version counter but not its graph."""
     alias = tensor.detach()
     return alias.view(-1) if alias.is_contiguous() else alias.as_strided((alias.numel(),), (1,))
+
+
+def with_own_storage(flat: Tensor, start: int, stop: int) -> Tensor:
+    """The elements `start` to `stop` of a flat tensor: the same memory, but a storage with no other elements in it.
+
+    Whoever asks for storages, as safetensors does, finds a tensor that shares nothing with its neighbours, and
+    `torch.save` writes none of them. On an accelerator the storage may begin some bytes earlier, at an aligned address.
+    The result keeps the memory of `flat` alive. Where DLPack cannot pass it on, this is a view of `flat`.
+    """
+    if type(flat) is not Tensor or flat.device.type not in _DLPACK_DEVICES:
+        return flat[start:stop]
+    # The allocator of an accelerator ignores `record_stream` for memory that came by DLPack: a stream that reads a
+    # parameter must be waited for before the last reference to its bucket goes, not only to the parameter. Exchanges
+    # record the flat tensor itself.
+    gap = 0 if flat.device.type in _HOST_DEVICES else _misalignment(flat, start)
+    part = flat.view(torch.uint8)[(start - gap) * flat.itemsize : stop * flat.itemsize]
+    alias: Tensor = from_dlpack(to_dlpack(part)).view(flat.dtype)
+    return alias[gap:] if gap else alias
+
+
+def _misalignment(flat: Tensor, start: int) -> int:
+    """The number of elements between `start` and the last aligned address before it."""
+    return flat[start:].data_ptr() % _KERNEL_ALIGNMENT // flat.itemsize
 
 
 class Scratch:

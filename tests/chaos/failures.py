@@ -282,7 +282,8 @@ def _many_builds(stage: Stage) -> None:
         stage.undisturbed(1)
     files, threads, resident = _open_files(), _threads(), _resident()
     assert files <= before[0] + 8, f"{before[0]} and then {files} open files"
-    assert threads <= before[1] + 4, f"{before[1]} and then {threads} threads"
+    # A group has two threads or more, so a group for each build would be 16. Computing starts some threads late, too.
+    assert threads < before[1] + 12, f"{before[1]} and then {threads} threads"
     assert resident < before[2] + (16 << 20), f"{before[2]} and then {resident} bytes"
 
 

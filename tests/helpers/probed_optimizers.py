@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from tests.helpers.mode_optimizers import Averaging, MatrixAveraging
+
 Group = dict[str, Any]
 Params = Sequence[Tensor]
 
@@ -237,6 +239,26 @@ class OwnTime(Plain):
         super().update(group, params)
 
 
+class AveragesTogether(Averaging):
+    """Looks at all parameters in evaluation mode alone."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        super().eval()
+        params = self.param_groups[0]["params"]
+        most = max(float(param.nan_to_num(0.0, 0.0, 0.0).abs().max()) for param in params)
+        for param in params:
+            param /= most
+
+
+class CountsElements(Plain):
+    """Counts the elements of a group, which does not matter."""
+
+    def update(self, group: Group, params: Params) -> None:
+        group["elements"] = sum(param.numel() for param in params)
+        super().update(group, params)
+
+
 class Noise(Plain):
     def direction(self, param: Tensor, gradient: Tensor) -> Tensor:
         return gradient + 0.01 * torch.rand_like(gradient)
@@ -369,6 +391,21 @@ class NeedsClosure(Plain):
         super().step()
 
 
+class LooksAhead(Plain):
+    """Evaluates its closure where a further step would lead."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            ahead = self.state[param].get("ahead")
+            if ahead is not None:
+                param -= 0.1 * ahead
+        closure()
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["ahead"] = gradient_of(param).clone()
+            param -= 0.1 * gradient_of(param)
+
+
 class NeedsAccelerator(Plain):
     def update(self, group: Group, params: Params) -> None:
         raise RuntimeError("this kernel is for CUDA tensors")
@@ -388,6 +425,7 @@ UNKNOWN: dict[type[Optimizer], tuple[bool, bool]] = {
     KeepsMuch: (True, True),
     RefusesNarrow: (True, True),
     OwnTime: (True, True),
+    CountsElements: (True, True),
     OwnDistance: (False, True),
     TrustRatio: (False, True),
     Lars: (False, True),
@@ -423,5 +461,9 @@ UNKNOWN: dict[type[Optimizer], tuple[bool, bool]] = {
     MatricesTogether: (False, False),
     SameLbfgs: (False, False),
     SharpnessAware: (False, False),
+    LooksAhead: (False, False),
+    Averaging: (True, True),
+    MatrixAveraging: (False, True),
+    AveragesTogether: (False, False),
 }
 """Optimizers unknown to the probe: whether each is element-wise, and whether it is separable."""

@@ -120,6 +120,8 @@ def _sum_in_rank_order(group: ProcessGroup, grads: list[Tensor]) -> None:
 # Two sides of a comparison.
 
 WAYS = ("bare scatter", "bare all", "wrapped scatter", "wrapped all")
+# The optimizer gets the bare module, which is in DDP already, or is put into it afterwards.
+FOUND = ("inner scatter", "inner all", "later scatter", "later all")
 SCATTERED = [way for way in WAYS if "scatter" in way]
 Loop = Callable[[nn.Module, Any, list[Batch]], object]
 
@@ -145,10 +147,12 @@ class Contest:
 
     def sharded(self, group: ProcessGroup, way: str) -> tuple[nn.Module, ShardedOptimizer]:
         """The same model with our optimizer."""
-        bare = self.build()
-        model = in_ddp(group, bare, **self.ddp) if way.startswith("wrapped") else bare
+        bare, when = self.build(), way.split()[0]
+        model = in_ddp(group, bare, **self.ddp) if when in ("wrapped", "inner") else bare
         options = {"bucket_mb": SMALL_BUCKETS, "reduction": way.split()[1], **self.ours, **self.options}
-        return model, ShardedOptimizer(model, self.kind, self.groups(bare), process_group=group, **options)
+        given = model if when == "wrapped" else bare
+        optimizer = ShardedOptimizer(given, self.kind, self.groups(bare), process_group=group, **options)
+        return in_ddp(group, bare, **self.ddp) if when == "later" else model, optimizer
 
     def run(self, group: ProcessGroup, loop: Loop, steps: int = 4, with_state: bool = True) -> None:
         """Run `loop(model, optimizer, batches)` for all, and compare what it returns, the parameters and the state."""

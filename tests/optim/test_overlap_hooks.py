@@ -58,9 +58,9 @@ def _call_step(group: ProcessGroup, hook: str) -> None:
     values, gradients, state = values_of(ddp), gradients_of(ddp), state_on_every_rank(zero)
     with logged_warnings() as logged:
         assert zero.step() is None
-        assert zero.step(closure) is None
-    assert calls == []
-    assert len(logged) == 2 and all("step() does nothing" in text for text in logged)
+        assert zero.step(closure) == 0.0
+    assert calls == [1]
+    assert len(logged) == 1 and "step() does nothing" in logged[0]
     assert_same_bits(values_of(ddp), values)
     assert_same_bits(gradients_of(ddp), gradients)
     assert_same_state_dict(state_on_every_rank(zero), state)
@@ -69,6 +69,29 @@ def _call_step(group: ProcessGroup, hook: str) -> None:
 @EACH_HOOK
 def test_statement_33_step_does_nothing_but_warn(pool: Pool, hook: str) -> None:
     pool.run(_call_step, 2, hook)
+
+
+def _steps_in_closures(group: ProcessGroup, hook: str) -> None:
+    ours, other = in_ddp(group), in_ddp(group)
+    zero, series = overlapped(ours, hook), rank_batches(group, 4)
+    plain = plain_optimizer(other)
+
+    def step(optimizer: Any, ddp: Any, batch: Any) -> float:
+        optimizer.zero_grad()
+        backward(ddp, batch)
+        return 2.0
+
+    for optimizer, ddp in ((zero, ours), (plain, other)):
+        for batch in series:
+            with logged_warnings() as logged:
+                assert optimizer.step(partial(step, optimizer, ddp, batch)) == 2.0
+            assert not logged
+    assert_same(ours, other)
+
+
+@EACH_HOOK
+def test_a_closure_of_step_is_run_and_its_backward_pass_is_the_step(pool: Pool, hook: str) -> None:
+    pool.run(_steps_in_closures, 2, hook)
 
 
 def _gradients_of_the_wrapped_hook(group: ProcessGroup, hook: str, views: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from zerostep.step.inner_optimizers import PartialSteps
+from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
 
 
 class Counting(SGD):
@@ -131,3 +131,58 @@ def test_a_part_that_fails_leaves_all_tensors_and_options_in_their_groups() -> N
         list(map(id, params[:2])),
         [id(params[2])],
     ]
+
+
+class KeepsNumbers(SGD):
+    """Counts its steps, and remembers the rates of its groups, outside of the groups."""
+
+    def __init__(self, groups: Any, lr: float = 1.0) -> None:
+        super().__init__(groups, lr=lr)
+        self.steps, self.bound = 0, torch.zeros(1)
+        self.rates = [group["lr"] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        state: Any = self.state
+        state.setdefault("k", torch.tensor([0])).add_(1)
+        state.setdefault("all", {"k": 0.0})["k"] += 1
+        self.steps += 1
+        self.bound += 1
+        for group, rate in zip(self.param_groups, self.rates, strict=True):
+            for param in group["params"]:
+                share = self.steps + int(state["k"]) + state["all"]["k"] + float(self.bound)
+                param -= rate * share * param.grad
+
+
+def _numbers(optimizer: KeepsNumbers) -> list[float]:
+    state: Any = optimizer.state
+    return [optimizer.steps, int(state["k"]), state["all"]["k"], float(optimizer.bound)]
+
+
+def test_numbers_outside_the_groups_change_once() -> None:
+    _, params = _optimizer()
+    optimizer = KeepsNumbers([{"params": params[:2]}, {"params": params[2:]}])
+    bound = optimizer.bound
+    for count in (1, 2):
+        steps = PartialSteps([optimizer], optimizer.param_groups)
+        for index, param in [(0, params[0]), (0, params[1]), (1, params[2])]:
+            steps.step([(index, param)])
+        steps.step_rest()
+        steps.end()
+        assert _numbers(optimizer) == [count] * 4
+    assert [param.tolist() for param in params] == [[-12.0, -12.0]] * 3
+    assert optimizer.bound is bound
+
+
+def test_a_class_sees_all_its_groups_in_its_constructor() -> None:
+    _, params = _optimizer()
+    groups: list[dict[str, Any]] = [
+        {"params": params[:1], "lr": 0.1},
+        {"params": params[1:2], "optimizer_class": SGD, "lr": 0.2},
+        {"params": params[2:], "lr": 0.3},
+    ]
+    inners = InnerOptimizers(groups, [group["params"] for group in groups], KeepsNumbers, {"lr": 1.0})
+    (first, second) = inners.all
+    assert isinstance(first, KeepsNumbers) and first.rates == [0.1, 0.3]
+    assert [group["lr"] for group in second.param_groups] == [0.2]
+    assert [inners.of(index) for index in range(3)] == [first, second, first]

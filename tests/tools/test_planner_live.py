@@ -117,7 +117,7 @@ def _live(group: ProcessGroup, way: str, name: str, **further: Any) -> dict[str,
         for optimizer in optimizers:
             optimizer.step()
     return {
-        "parameters": _memory(model.parameters()),
+        "parameters": _parameter_bytes(model, optimizers[0]),
         "buffers": _memory(model.buffers()),
         "gradients": gradients,
         "under way": watch.most if watch is not None else 0,
@@ -207,6 +207,14 @@ def _ddp_bucket_bytes(module: DDP) -> int:
     told = module._get_ddp_logging_data()
     sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
     return sum(int(size) for size in sizes.split(","))
+
+
+def _parameter_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """The flat memory of buckets, with its padding, and the parameters outside of it."""
+    shards = optimizer._training.engine.buckets.shards if isinstance(optimizer, ShardedOptimizer) else {}
+    inside = {id(param) for shard in shards.values() for param in shard.params}
+    outside = [param for param in model.parameters() if id(param) not in inside]
+    return sum(shard.memory.nbytes for shard in shards.values()) + _memory(outside)
 
 
 def _memory(tensors: Iterable[Tensor]) -> int:

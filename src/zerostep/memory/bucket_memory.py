@@ -1,9 +1,9 @@
 """The memory of a bucket's parameters as messages: what each owner sends to the other ranks.
 
-`FlatBucket` moves the parameters of a bucket into one flat tensor and turns each into a view of it: an owner's part is
-then one slice, sent and received without a copy. `ScatteredBucket` leaves every parameter where it is: a large one is
-a message of its own, sent from and received into its memory; small ones are packed together, so that the number of
-messages depends on the number of bytes and not on the number of parameters.
+`FlatBucket` moves the parameters of a bucket into one flat tensor: an owner's part is then one slice, sent and received
+without a copy. Every parameter has a storage of its own over its part of that memory. `ScatteredBucket` leaves every
+parameter where it is: a large one is a message of its own, sent from and received into its memory; small ones are
+packed together, so that the number of messages depends on the number of bytes and not on the number of parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerostep.comm.transport import BucketMemory, Message
 from zerostep.plan.layout import Bucket, Layout, Slot
-from zerostep.tensors import flat_alias, is_dense
+from zerostep.tensors import flat_alias, is_dense, with_own_storage
 
 # Bytes from which on a parameter is a message of its own, and the most bytes of a packed message. On an accelerator
 # copies are cheap and launches are not, so more is packed. All ranks must use the same limits.
@@ -43,6 +43,11 @@ def make_bucket_memories(
         if memory not in new:
             memory.release()
     return list(new)
+
+
+def memories_of_all(layout: Layout, params: Sequence[Tensor]) -> list[BucketMemory]:
+    """The memory of each bucket wherever its parameters lie now, also of those that no step changes any more."""
+    return [ScatteredBucket(bucket, params) for bucket in layout.buckets if bucket.size]
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ def _make_message(params: Sequence[Tensor]) -> Message:
 
 
 class FlatBucket:
-    """A bucket whose parameters have become views of one flat tensor, each with the strides it had.
+    """A bucket whose parameters lie in one flat tensor, each with the strides it had and a storage of its own.
 
     `size` is the length of the flat tensor if it is to be longer than the bucket. The parameters keep the flat tensor
     alive, so it stays allocated as long as one of them lies in it.
@@ -160,7 +165,7 @@ class FlatBucket:
             self._pointers.append(param.data_ptr())
 
     def _bind(self, slot: Slot, param: Tensor) -> None:
-        part = self._flat[slot.span.start : slot.span.stop]
+        part = with_own_storage(self._flat, slot.span.start, slot.span.stop)
         strides = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
         view = part.as_strided(param.shape, strides) if part.numel() else part.view(param.shape)
         view.copy_(param.detach())

@@ -8,8 +8,11 @@ state dict of each rank for the whole.
 from __future__ import annotations
 
 import sys
+import warnings
 from abc import abstractmethod
-from typing import Any, NoReturn
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,12 +20,18 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zerostep.comm.transport import calling
+from zerostep.optim.inner_methods import InnerMethods
+from zerostep.optim.proxies import delegate_if_proxy
 from zerostep.plan.groups import all_params
 from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
 from zerostep.state.param_state import StateDict
 from zerostep.step.health import Health
 
 _DCP_ADVICE = "give zerostep.dcp_state(optimizer) to torch.distributed.checkpoint's save and load"
+_ACCELERATE_ADVICE = (
+    "call zerostep.integrations.accelerate.enable(accelerator) before accelerator.prepare(), or "
+    "zerostep.integrations.transformers.enable(trainer) before trainer.train(), on all ranks"
+)
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -34,6 +43,11 @@ class PartitionedOptimizer(Optimizer, Joinable):
     _health: Health
     _audits: Audits
     _all_state_dicts: list[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = (each for each in cls.__mro__[1:] if issubclass(each, PartitionedOptimizer))
+        delegate_if_proxy(cls, next(bases))
 
     def _check_usable(self) -> None:
         """Raise if a step has failed half-way and nothing was loaded since."""
@@ -60,6 +74,23 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a whole state dict, or raise and change nothing."""
 
+    @property
+    @abstractmethod
+    def _inner_methods(self) -> InnerMethods | None:
+        """The methods of the inner optimizers; `None` while there are none yet."""
+
+    if not TYPE_CHECKING:  # it would hide misspelt names
+
+        def __getattr__(self, name: str) -> Any:
+            """A public method that only the inner optimizer's class has, such as a schedule-free one's `train()`.
+
+            All ranks call it. It runs on every rank's part, and then all parameters are sent to everyone.
+            """
+            methods = None if name.startswith("_") else self._inner_methods
+            if methods is None or not methods.has(name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return partial(methods.call, name)
+
     @calling("consolidate_state_dict")
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all ranks on group rank `to`, in host memory, for its next `state_dict()`.
@@ -83,11 +114,16 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """
         refuse_dcp(type(self).__name__)
         self._check_usable()
+        in_accelerate = calling_module() == "accelerate.optimizer"
         if not self._all_state_dicts and self._has_state:
+            advice = _ACCELERATE_ADVICE if in_accelerate else _DCP_ADVICE
             raise RuntimeError(
                 f"the optimizer state has not been consolidated on this rank: call "
-                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {_DCP_ADVICE}"
+                f"consolidate_state_dict(to={self.rank}) on all ranks first, or {advice}"
             )
+        if in_accelerate and self.rank == 0:
+            # Accelerate asks all ranks before the first step. Later Trainer asks one rank alone, and the others go on.
+            warnings.warn(f"this optimizer cannot be saved or loaded yet: {_ACCELERATE_ADVICE}", stacklevel=2)
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict = self._consolidated()
@@ -134,11 +170,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
         if not self._join_config.enable:
             self._audits.after_step(step, self._audit_subject)
 
-    def _refuse_joining(self) -> None:
+    def _refuse_joining(self, remedy: str = "save, load or audit outside") -> None:
         if self._join_config.enable:
-            raise RuntimeError(
-                "inside Join some ranks may have no inputs left, and would not come: save, load or audit outside"
-            )
+            raise RuntimeError(f"inside Join some ranks may have no inputs left, and would not come: {remedy}")
 
     @property
     @abstractmethod
@@ -162,9 +196,20 @@ def refuse_dcp(class_name: str) -> None:
 
     That depends on nothing that ranks do not share, so all ranks raise, before anything has changed.
     """
-    module = sys._getframe(2).f_globals.get("__name__", "")
+    module = calling_module(3)
     if module == "torch.distributed.checkpoint" or module.startswith("torch.distributed.checkpoint."):
         raise RuntimeError(
             f"torch.distributed.checkpoint cannot handle a {class_name} by itself, for every rank has another part of "
             f'its state: {_DCP_ADVICE}, as in dcp.save({{"optim": zerostep.dcp_state(optimizer)}}, checkpoint_id=path)'
         )
+
+
+def calling_module(depth: int = 2) -> str:
+    """Return the name of the module that called the function that calls this one, or of a caller further up.
+
+    A framework's wrapper, which only passes a call on, does not count.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_globals.get("__name__") == delegate_if_proxy.__module__:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -7,9 +7,10 @@ step itself is `zerostep.step.training_step`, over `zerostep.step.engine`.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -30,15 +31,25 @@ from zerostep.comm.transport import calling
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
+from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.buckets import extend
-from zerostep.plan.groups import Group, OptimizerClass, class_of, normalise, refuse_shared_memory, refuse_sparse
+from zerostep.plan.groups import (
+    Group,
+    OptimizerClass,
+    all_params,
+    class_of,
+    normalise,
+    refuse_shared_memory,
+    refuse_sparse,
+)
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.state.audit import Audits, AuditSubject
 from zerostep.state.param_state import SavedState, StateDict
+from zerostep.step.ddp_watch import DdpWatch
 from zerostep.step.engine import Engine
 from zerostep.step.gathering import ForwardHooks
 from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
@@ -53,7 +64,13 @@ from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
 from zerostep.step.weak import weakly
 
+logger = logging.getLogger("zerostep")
+
 _VERIFIED_STEPS = 10
+_BARE_ONLY = (
+    'update="backward" sums the gradients of a bare module itself, and DDP would keep them: pass the '
+    'module without DistributedDataParallel, or use update="step"'
+)
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
 
@@ -63,7 +80,8 @@ class ShardedOptimizer(PartitionedOptimizer):
     Arguments:
         model: the module to train. A bare module's parameters and buffers are broadcast from rank 0, its gradients are
             summed by this optimizer as backward makes them, and dropped. A module in `DistributedDataParallel` keeps
-            its own memory for gradients; this optimizer becomes its communication hook.
+            its own memory for gradients; this optimizer becomes its communication hook. So it does when a bare module
+            is called through `DistributedDataParallel` later.
         optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
         params: tensors, (name, tensor) pairs or parameter groups; all named parameters of `model` if not given. A group
             may name an `"optimizer_class"` of its own; `defaults` are then not for it.
@@ -94,9 +112,6 @@ class ShardedOptimizer(PartitionedOptimizer):
     collective: all ranks call them.
     """
 
-    # `None` while torch's constructor runs, which calls add_param_group.
-    _training_step: TrainingStep | None = None
-
     @calling("ShardedOptimizer()")
     def __init__(  # noqa: PLR0913
         self,
@@ -117,6 +132,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         stall_seconds: float | str | None = "default",
         **defaults: Any,
     ) -> None:
+        self._training_step: TrainingStep | None = None  # as long as torch's constructor runs, too
         self._model, self._ddp = _unwrapped(model)
         self._settings = Settings(partition, reduction, gather, update, master_dtype, reduce_dtype, bucket_mb)
         self._planner = LayoutPlanner(
@@ -165,10 +181,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _refuse_for_backward(self, verify: bool | int) -> None:
         if self._ddp is not None:
-            raise ValueError(
-                'update="backward" sums the gradients of a bare module itself, and DDP would keep them: pass the '
-                'module without DistributedDataParallel, or use update="step"'
-            )
+            raise ValueError(_BARE_ONLY)
         if verify:
             raise ValueError(
                 'verify needs the gradients of a whole step, which update="backward" does not keep: verify with '
@@ -179,11 +192,16 @@ class ShardedOptimizer(PartitionedOptimizer):
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
         if self._ddp is not None:
-            self._check_ranks(self._ddp)
-        if self._ddp is None or self._settings.reduction == "all":
-            return
+            self._check_ddp(self._ddp)
+
+    def _check_ddp(self, ddp: DistributedDataParallel) -> None:
+        self._check_ranks(ddp)
+        if self._settings.reduction == "scatter":
+            self._refuse_foreign(ddp.module)
+
+    def _refuse_foreign(self, model: nn.Module) -> None:
         known = set(map(id, self._all_params))
-        trained = [(name, param) for name, param in self._model.named_parameters() if param.requires_grad]
+        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         foreign = [name for name, param in trained if id(param) not in known]
         if foreign:
             raise ValueError(
@@ -257,6 +275,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         )
         self._state = ShardedState(self._training_step, self._inners, groups, self._planner, self._ranks)
         self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
+        watched = lambda: all_params(groups())  # noqa: E731
+        self._ddp_watch = DdpWatch(watched, self._follow_ddp) if self._ddp is None else None
 
     def _holds_all(self) -> bool:
         """Whether the model trains no parameter that this optimizer does not hold."""
@@ -267,6 +287,41 @@ class ShardedOptimizer(PartitionedOptimizer):
         if self._ddp is None:
             return AutogradSource(engine)
         return DdpSource(self._ddp, engine) if reduces else NoSource()
+
+    def _follow_ddp(self, ddp: DistributedDataParallel) -> None:
+        """The module was passed bare, and is about to be called through DDP: go on as if it had been passed in DDP.
+
+        Everything here is the same on all ranks, which are about to enter the same forward pass.
+        """
+        if self._ddp is not None:
+            return
+        self._refuse_ddp(ddp)
+        engine, scatters = self._training.engine, self._settings.reduction == "scatter"
+        engine.finish()  # of a backward pass that has failed, or of compiled autograd
+        if not scatters:
+            engine.leave_sums_to_ddp()
+        self._grad_source = DdpSource(ddp, engine) if scatters else NoSource()
+        self._ddp = ddp
+        self._training.take_gradients_from(self._grad_source)
+        if self._ddp_watch is not None:
+            self._ddp_watch.stop()
+        logger.info("the model is called through DistributedDataParallel: this optimizer takes its gradients")
+
+    def _refuse_ddp(self, ddp: DistributedDataParallel) -> None:
+        if self._settings.update == "backward":
+            raise ValueError(_BARE_ONLY)
+        self._check_ddp(ddp)
+        if self._settings.reduction == "scatter" and ddp._comm_hooks:
+            raise ValueError(
+                "the DDP module around this optimizer's parameters has a communication hook, which reduces the "
+                'gradients: use reduction="all", or no hook'
+            )
+
+    def _follow_only_ddp(self) -> None:
+        """Before anything that must know whether there is a DDP module: take the only one."""
+        found = [] if self._ddp_watch is None else self._ddp_watch.modules
+        if len(found) == 1:
+            self._follow_ddp(found[0])
 
     def _make_forward_hooks(self) -> ForwardHooks:
         return ForwardHooks(
@@ -281,6 +336,11 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _training(self) -> TrainingStep:
         assert self._training_step is not None
         return self._training_step
+
+    @property
+    def bare_model(self) -> nn.Module | None:
+        """The module whose gradients this optimizer sums itself, so that nobody else may; `None` under DDP."""
+        return self._model if self._ddp is None else None
 
     @property
     def _has_state(self) -> bool:
@@ -381,6 +441,29 @@ class ShardedOptimizer(PartitionedOptimizer):
         for transport in (self._ranks.everyone, self._ranks.shards, self._ranks.replicas):
             transport.abort()
 
+    @property
+    def _inner_methods(self) -> InnerMethods | None:
+        if self._training_step is None:
+            return None
+        return InnerMethods(
+            optimizers=self._inners.all,
+            control=self._ranks.control,
+            health=self._health,
+            groups=self.param_groups,
+            begin=self._begin_method,
+            run=self._training.run_method,
+            facts=self._method_facts,
+            send=self._training.engine.send_all,
+        )
+
+    def _begin_method(self) -> None:
+        self._refuse_joining("call it outside")
+        self._training.begin_method()
+
+    def _method_facts(self) -> list[Fact]:
+        buckets = sorted(self._training.engine.buckets.shards)
+        return [Fact("the buckets that were trained", str(buckets))]
+
     # ------------------------------------------------------------------ gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -399,7 +482,16 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
-        return self._ddp.no_sync() if self._ddp is not None else self._training.engine.paused()
+        return self._ddp.no_sync() if self._ddp is not None else self._paused()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            contexts.enter_context(self._training.engine.paused())
+            # Those that may be called inside: only then is it known whether the module is trained through one.
+            for ddp in [] if self._ddp_watch is None else self._ddp_watch.modules:
+                contexts.enter_context(ddp.no_sync())
+            yield
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients together, as torch would find it on whole gradients; the same on all ranks."""
@@ -510,6 +602,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         A module in DDP is listed before the optimizer: `Join([ddp, optimizer])`. A bare module is not listed.
         """
+        self._follow_only_ddp()
         in_ddp = self._ddp is not None
         if self._settings.update == "backward":
             raise RuntimeError(

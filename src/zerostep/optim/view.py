@@ -65,6 +65,15 @@ class OptimizerView:
         return all("param_names" in group for group in self.groups)
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer of this package inside the wrappers of frameworks, or the argument if there is none."""
+    inner = optimizer
+    # A wrapper's own copies of our fields, if it has any, are of the time when it was made: look inside first.
+    while (inside := getattr(inner, "optimizer", None)) is not None:
+        inner = inside
+    return inner if hasattr(inner, "optimizer_view") else optimizer
+
+
 @contextmanager
 def applying(view: OptimizerView, description: str) -> Iterator[None]:
     """In this block all ranks replace what they have read; if one fails, all raise and refuse to go on.
@@ -81,12 +90,12 @@ def applying(view: OptimizerView, description: str) -> Iterator[None]:
 
 
 def view_of(optimizer: Any) -> OptimizerView:
-    """Return the view of an optimizer; `TypeError` if it is not one of this package."""
-    make_view = getattr(optimizer, "optimizer_view", None)
+    """Return the view of an optimizer, also inside a framework's wrapper; `TypeError` if it is not of this package."""
+    make_view = getattr(unwrapped(optimizer), "optimizer_view", None)
     if make_view is None:
         raise TypeError(
             f"a {type(optimizer).__name__} has no shards to save or load: pass a zerostep.ShardedOptimizer or a "
-            "zerostep.ZeroRedundancyOptimizer, not a wrapper around it"
+            "zerostep.ZeroRedundancyOptimizer"
         )
     view: OptimizerView = make_view()
     return view

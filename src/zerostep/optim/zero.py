@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from zerostep.comm.agreement import AllGather, Fact, agreed, describe_error, facts_of
 from zerostep.comm.background import BackgroundSaves
@@ -24,9 +24,10 @@ from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import BucketMemory, Transport, calling, connect, control_of
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.errors import StepMismatchError
-from zerostep.memory.bucket_memory import make_bucket_memories
+from zerostep.memory.bucket_memory import make_bucket_memories, memories_of_all
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
+from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.join import JoinProtocol
 from zerostep.optim.view import OptimizerView
 from zerostep.optim.zero_join import ZeroJoinHook, ZeroShadow
@@ -41,6 +42,7 @@ from zerostep.plan.groups import (
     refuse_sparse,
 )
 from zerostep.plan.ownership import Ownership
+from zerostep.plan.probe import refuse_coupled
 from zerostep.state.audit import Audits, AuditSubject
 from zerostep.state.consolidate import collect, merge
 from zerostep.state.expected import GroupOptimizer
@@ -142,10 +144,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self.optim = optimizer_class(self._inner_groups(), **defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         copy_options(self.optim.param_groups, self.param_groups)
+        self._refuse_coupled(self.param_groups)
         if self._overlap_with_ddp:
             self._step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses it
             if self.parameters_as_bucket_view:
                 logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
+
+    def _refuse_coupled(self, groups: Sequence[Group]) -> None:
+        """Raise for a class that gives other numbers where parameters are divided; LBFGS is taken as it is."""
+        divides = self.world_size > 1 or self._overlap_with_ddp
+        if divides and not isinstance(self.optim, LBFGS):
+            for group in groups:
+                refuse_coupled(self._optimizer_class, self._class_options, options(group))
 
     # ------------------------------------------------------------------ state and owners
 
@@ -212,11 +222,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Update this rank's shard with the inner optimizer, then send all parameters to all ranks.
 
         `closure`, if not `None`, and all other keywords are passed to the inner optimizer's `step`. Returns what that
-        returns.
+        returns. With `overlap_with_ddp=True` it only runs the closure, whose backward pass is the step.
         """
         self._check_usable()
         if self._overlap_state is not None:
-            return self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None)
+            loss = evaluated(closure)  # its backward pass updates the parameters
+            self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None, alone=loss is None)
+            return None if loss is None else loss()
         if self._join is not None and self._join_config.enable:
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
             closure = evaluated(closure)
@@ -360,6 +372,45 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         told = f"step {self._steps + 1} failed on rank {self.rank}: {description}"
         return self._health.mark_broken(told, error_class)
 
+    # ------------------------------------------------------------------ other methods of the inner optimizer
+
+    @property
+    def _inner_methods(self) -> InnerMethods | None:
+        if not self.__dict__.get("initialized", False):
+            return None
+        return InnerMethods(
+            optimizers=[self.optim],
+            control=self._control,
+            health=self._health,
+            groups=self.param_groups,
+            begin=self._begin_method,
+            run=self._run_method,
+            facts=list,
+            send=self._send_all,
+        )
+
+    def _begin_method(self) -> None:
+        self._check_usable()
+        self._refuse_joining("call it outside")
+        self._saves.raise_if_failed()
+        self._late.check()
+        if self._overlap_state is None:
+            self._follow_parameters()
+
+    def _run_method(self, call: Callable[[Optimizer], Any]) -> Any:
+        copy_options(self.param_groups, self.optim.param_groups)
+        result = call(self.optim)
+        copy_options(self.optim.param_groups, self.param_groups)
+        return result
+
+    def _send_all(self) -> None:
+        """Send every owner's parameters to all ranks, also those that no step changes any more."""
+        memories = memories_of_all(self._owners.layout, self._owners.params)
+        try:
+            self._transport.gather(memories, [UPDATED], self._owners.fingerprint)
+        except Exception as error:
+            raise self._health.mark_broken(f"the exchange of parameters failed: {error}") from error
+
     # ------------------------------------------------------------------ changed parameters, new groups
 
     def _prepare_memory(self) -> None:
@@ -411,6 +462,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self.optim.add_param_group(self._inner_groups()[-1])
         # Of the new group alone: options of the others may have been changed since the last step.
         copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
+        self._refuse_coupled(self.param_groups[-1:])
 
     def _facts(self) -> list[Any]:
         specs = self._owners.layout.params

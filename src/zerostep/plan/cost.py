@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zerostep.plan.buckets import Cost
 from zerostep.plan.groups import OptimizerClass
 from zerostep.plan.layout import ParamSpec
+from zerostep.plan.modes import TRAINING, switch
 
 _MATRIX_WORK = (getattr(torch.optim, "Muon", None),)
 _KERNELS = ("fused", "foreach", "capturable")
@@ -102,6 +103,7 @@ def _run_step(
     param.grad = torch.zeros_like(param)
     own = {**deepcopy(_without_kernels(group or {})), "params": [param]}
     optimizer = optimizer_class([own], **deepcopy(_without_kernels(options)))
+    switch(optimizer, TRAINING)
     optimizer.step()
     return dict(optimizer.state[param])
 

@@ -19,7 +19,7 @@ from zerostep.plan.buckets import Cost, plan_buckets
 from zerostep.plan.cost import CostModel
 from zerostep.plan.groups import Group, OptimizerClass, all_params, class_of, own_options, param_specs
 from zerostep.plan.layout import Layout, ParamSpec
-from zerostep.plan.probe import is_elementwise, is_separable
+from zerostep.plan.probe import is_elementwise, refuse_coupled
 
 # Number of buckets, least and most bytes of one, as measured: few and small ones on the host, where messages are slow;
 # more and larger ones on an accelerator, where kernel launches are.
@@ -84,12 +84,7 @@ class LayoutPlanner:
         constructor_options = self.constructor_options(optimizer_class)
         trial = optimizer_class([{**own_options(complete), "params": list(complete["params"])}], **constructor_options)
         complete.update(own_options(trial.param_groups[-1]))
-        if not is_separable(optimizer_class, constructor_options, own_options(complete)):
-            name = getattr(optimizer_class, "__name__", optimizer_class)
-            raise ValueError(
-                f"{name} looks at all parameters at once, so its work cannot be divided among ranks with the same "
-                "result: use it without sharding"
-            )
+        refuse_coupled(optimizer_class, constructor_options, own_options(complete))
         return complete
 
     def plan(self, groups: Sequence[Group], world_size: int, group_offset: int = 0, param_offset: int = 0) -> Layout:

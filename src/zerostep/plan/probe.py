@@ -20,7 +20,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from zerostep.plan.groups import OptimizerClass
-from zerostep.plan.trial import COUPLES_PARAMETERS, PARAMETER_TRIALS, element_coupling, parameter_coupling
+from zerostep.plan.trial import PARAMETER_TRIALS, TOGETHER, element_coupling, parameter_coupling
 
 logger = logging.getLogger("zerostep")
 
@@ -67,6 +67,16 @@ def is_separable(
     if _is_among(candidate.build, _ELEMENTWISE + _ATOMIC):
         return candidate.build is not optim.LBFGS
     return _probe_once(_probe_parameters, candidate)
+
+
+def refuse_coupled(optimizer_class: OptimizerClass, options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an optimizer class that is not separable."""
+    if not is_separable(optimizer_class, options, group):
+        name = getattr(optimizer_class, "__name__", optimizer_class)
+        raise ValueError(
+            f"{name} looks at all parameters at once, so its work cannot be divided among ranks with the same "
+            "result: use it without sharding"
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,6 @@ def _probe_parameters(candidate: _Candidate) -> bool:
             continue
         if coupling is not None:
             logger.debug("%s %s", candidate.name, coupling)
-        return coupling != COUPLES_PARAMETERS
+        return coupling not in TOGETHER
     logger.debug("whether %s couples parameters is not known: it could not be tried (%s)", candidate.name, reasons)
     return True

@@ -25,11 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerostep.plan.groups import options
+from zerostep.plan.modes import EVALUATION, TRAINING, switch
 
 Build = Callable[[Sequence[Tensor]], Optimizer]
 """Makes an instance of the optimizer under trial that holds these leaves."""
 
 COUPLES_PARAMETERS = "couples parameters"
+EVALUATES_ELSEWHERE = "evaluates its closure at other values than the parameters had before the step"
+TOGETHER = (COUPLES_PARAMETERS, EVALUATES_ELSEWHERE)
+"""Why an optimizer must have all parameters in one instance."""
 _DRAWS = "draws random numbers"
 
 _Division = Sequence[Sequence[tuple[int, ...]]]
@@ -67,6 +71,8 @@ _SCHEDULE = (
 # come. Only with a large learning rate do a few steps go far, and only in parameters that are zero do tiny ones show.
 _DRIFT_RATES = (None, *[1.0] * 7)
 
+_MODES = (EVALUATION, TRAINING)
+
 
 @contextmanager
 def _isolated() -> Iterator[None]:
@@ -88,6 +94,11 @@ def element_coupling(build: Build) -> str | None:
         for step in course(whole.memory):
             whole.step(step)
             pieces.step(step)
+            if reason := _element_difference(whole, pieces):
+                return reason
+        for mode in _MODES:
+            whole.switch(mode)
+            pieces.switch(mode)
             if reason := _element_difference(whole, pieces):
                 return reason
     _run_bfloat16(build)
@@ -115,12 +126,16 @@ def parameter_coupling(build: Build, shapes: Sequence[tuple[int, ...]], with_clo
         # Whatever differs between two equal replicas, such as the time of a step, shows no dependence.
         divisions: Sequence[_Division] = ([shapes], [shapes], [[shape] for shape in shapes])
         together, again, apart = (_Replica(build, each, zeros=course is _drifting) for each in divisions)
-        for step in course(together.memory):
+        further: list[_Step | str] = [*course(together.memory), *_MODES]
+        for step in further:
             for replica in (together, again, apart):
-                replica.step(step, with_closure)
+                replica.switch(step) if isinstance(step, str) else replica.step(step, with_closure)
             if not _same(together.values(), apart.values()):
                 unlike = not _same(together.values(), again.values())
                 return _DRAWS if unlike or _has_drawn(before) else COUPLES_PARAMETERS
+        if together.evaluated_elsewhere:
+            # With its own parameters moved and the others' not, a rank would evaluate the model at a point of no step.
+            return EVALUATES_ELSEWHERE
         if not _has_drawn(before) and not _remember_the_same(together, again, apart):
             return COUPLES_PARAMETERS
     return None
@@ -193,13 +208,14 @@ class _Replica:
     def __init__(
         self, build: Build, division: _Division, dtype: torch.dtype = torch.float32, zeros: bool = False
     ) -> None:
-        self._division = division
+        self._division, self.evaluated_elsewhere = division, False
         count = sum(math.prod(shape) for shapes in division for shape in shapes)
         self.memory = _noise(torch.empty(count, dtype=dtype), torch.Generator().manual_seed(0))
         if zeros:
             self.memory[_SECOND] = 0
         self._leaves = [[nn.Parameter(part) for part in parts] for parts in _cut(self.memory, division)]
         self._optimizers = [build(leaves) for leaves in self._leaves]
+        self.switch(TRAINING)
         self._numbers = [_numbers(optimizer) for optimizer in self._optimizers]
 
     def step(self, step: _Step, with_closure: bool = False) -> None:
@@ -210,8 +226,20 @@ class _Replica:
             for leaf, part in zip(leaves, parts, strict=True):
                 leaf.grad = part
             _set_rate(optimizer, step.rate)
-            closure = [partial(_evaluate, leaves, parts)] if with_closure else []
+            closure = [partial(self._evaluate, self.values(), leaves, parts)] if with_closure else []
             optimizer.step(*closure)
+
+    def _evaluate(self, start: Tensor, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
+        """A closure whose gradients depend on the parameters, so that calls at different points differ."""
+        self.evaluated_elsewhere |= not _same(start, self.values())
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient + 0.1 * leaf.detach()
+        return torch.tensor(1.0)
+
+    def switch(self, mode: str) -> None:
+        """Switch every instance that has modes: evaluation may show other values than training."""
+        for optimizer in self._optimizers:
+            switch(optimizer, mode)
 
     def values(self) -> Tensor:
         """All elements, as the leaves have them."""
@@ -231,16 +259,19 @@ class _Replica:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Copies of the numbers in options, and of the floating-point ones in attributes and in state of no parameter.
+    """Copies of the floating-point numbers in options, in attributes and in state of no parameter.
 
-    Integers there may count what an instance holds.
+    Integers may count what an instance holds.
     """
-    numbers = {f"option {name}": value for name, value in options(optimizer.param_groups[0]).items()}
     shared = {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
-    kept: list[Mapping[Any, Any]] = [vars(optimizer), shared, *filter(_is_mapping, shared.values())]
-    for number, values in enumerate(kept):
-        numbers |= {f"{number} {name}": value for name, value in values.items() if _is_float(value)}
-    return {name: deepcopy(value) for name, value in numbers.items() if _is_number(value)}
+    group: Mapping[Any, Any] = options(optimizer.param_groups[0])
+    kept = [group, vars(optimizer), shared, *filter(_is_mapping, shared.values())]
+    return {
+        f"{number} {name}": deepcopy(value)
+        for number, values in enumerate(kept)
+        for name, value in values.items()
+        if _is_float(value) and _is_number(value)
+    }
 
 
 def _is_mapping(value: Any) -> bool:
@@ -250,7 +281,7 @@ def _is_mapping(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.requires_grad
-    return isinstance(value, (bool, int, float, complex))
+    return isinstance(value, float)
 
 
 def _is_float(value: Any) -> bool:
@@ -260,13 +291,6 @@ def _is_float(value: Any) -> bool:
 def _cut(memory: Tensor, division: _Division) -> list[list[Tensor]]:
     parts = iter(memory.split([math.prod(shape) for shapes in division for shape in shapes]))
     return [[next(parts).view(shape) for shape in shapes] for shapes in division]
-
-
-def _evaluate(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-    """A closure whose gradients depend on the parameters, so that calls at different points differ."""
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        leaf.grad = gradient + 0.1 * leaf.detach()
-    return torch.tensor(1.0)
 
 
 def _set_rate(optimizer: Optimizer, rate: float | None) -> None:

@@ -148,6 +148,12 @@ class Engine:
             self.reduction.extend(plan)
             self.sums.extend(plan)
 
+    def leave_sums_to_ddp(self) -> None:
+        """From now on DDP sums, and gradients are taken from `.grad`; only with `reduction="all"`."""
+        with self.lock:
+            self.end_pass()
+            self._reduces = False
+
     @property
     def presence(self) -> Presence:
         """What the stall report knows of this rank."""
@@ -656,6 +662,11 @@ class Engine:
         """A step is complete."""
         self.iteration.end_step()
         self._any_gradient = False
+
+    def send_all(self) -> None:
+        """Send the owned part of every bucket to everyone and wait for all; a collective."""
+        with self.lock:
+            self._updater.send_all()
 
     def _owned_grad(self, bucket: int) -> Tensor:
         if self._whole:

@@ -23,12 +23,18 @@ class GradSource(Protocol):
     def extend(self, params: Sequence[Tensor]) -> None:
         """Hook all of `params` that are trainable and not hooked yet."""
 
+    def remove(self) -> None:
+        """Pass no further gradients."""
+
 
 class NoSource:
     """DDP reduces, and the gradients are taken from `.grad`."""
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Nothing to hook."""
+
+    def remove(self) -> None:
+        """Nothing was hooked."""
 
 
 class _ParamHooks:
@@ -37,13 +43,20 @@ class _ParamHooks:
     def __init__(self, engine: Engine, register: str, call: Callable[[int], None]) -> None:
         self._engine, self._register, self._call = ref(engine), register, weakly(call)
         self._hooked: set[int] = set()
+        self._removers: list[Callable[[], Any]] = []
 
     def extend(self, params: Sequence[Tensor]) -> None:
         for index, param in enumerate(params):
             if param.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
                 handle = getattr(param, self._register)(partial(_call_with, self._call, index))
-                finalize(self._engine(), handle.remove)
+                self._removers.append(finalize(self._engine(), handle.remove))
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        removers, self._removers = self._removers, []
+        for remove in removers:
+            remove()
 
 
 def _call_with(call: Callable[[int], None], index: int, tensor: Tensor) -> None:
@@ -83,6 +96,10 @@ class DdpSource:
         """Hook trainable parameters; DDP itself ignores those that became trainable after its construction."""
         self._index_of.update({param: index for index, param in enumerate(params)})
         self._param_hooks.extend(params)
+
+    def remove(self) -> None:
+        """Remove the hooks of parameters; a hook of DDP stays for good."""
+        self._param_hooks.remove()
 
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not in_backward_pass():

@@ -51,6 +51,11 @@ class GroupOptions:
         """What the last step has left of each group: nothing of those that are new."""
         return self._left[: len(groups)] + [{} for _ in groups[len(self._left) :]]
 
+    def changes(self, groups: Sequence[Group]) -> list[Fact]:
+        """The options that are new since the last step, in words."""
+        new = [_new_in(group, left) for group, left in zip(groups, self._left_of(groups), strict=True)]
+        return [Fact(f"{key} of group {i}", _text(group[key])) for i, group in enumerate(new) for key in sorted(group)]
+
     def facts(self) -> list[Fact]:
         """The options that the step used, in words."""
         used = [{**left, **new} for left, new in zip(self._left_of(self._new), self._new, strict=True)]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zerostep.memory.leaf import Leaf, clone_scalars, view_state
 from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
+from zerostep.step.own_numbers import OwnNumbers
 
 StateDict = dict[str, Any]
 
@@ -33,19 +34,29 @@ class InnerOptimizers:
         self._all: dict[Any, Optimizer] = {}
         self._groups: list[Group] = []
         self._classes: list[OptimizerClass] = []
+        inner_groups: dict[OptimizerClass, list[Group]] = {}
         for group, tensors in zip(groups, members, strict=True):
-            self.add(group, tensors)
+            self._classes.append(class_of(group, default_class))
+            inner_groups.setdefault(self._classes[-1], []).append(_inner_group(group, tensors))
+        # All groups of a class at once: what it notes of them in its constructor must be of all.
+        for optimizer_class, together in inner_groups.items():
+            self._make(optimizer_class, together)
+        positions = {used: iter(optimizer.param_groups) for used, optimizer in self._all.items()}
+        self._groups = [next(positions[used]) for used in self._classes]
+
+    def _make(self, optimizer_class: OptimizerClass, groups: list[Group]) -> None:
+        # The user's keyword options are for the default class; another class may not know them.
+        defaults = self._defaults if optimizer_class is self._default_class else {}
+        self._all[optimizer_class] = optimizer_class(groups, **defaults)
 
     def add(self, group: Group, tensors: Sequence[Tensor]) -> None:
         """Add an outer group; `pull` then gives it the options that its class has completed."""
         optimizer_class = class_of(group, self._default_class)
-        inner_group = {**own_options(group), "params": list(tensors)}
+        inner_group = _inner_group(group, tensors)
         if optimizer_class in self._all:
             self._all[optimizer_class].add_param_group(inner_group)
         else:
-            # The user's keyword options are for the default class; another class may not know them.
-            defaults = self._defaults if optimizer_class is self._default_class else {}
-            self._all[optimizer_class] = optimizer_class([inner_group], **defaults)
+            self._make(optimizer_class, [inner_group])
         self._groups.append(self._all[optimizer_class].param_groups[-1])
         self._classes.append(optimizer_class)
 
@@ -115,8 +126,12 @@ class InnerOptimizers:
         return PartialSteps(self._all.values(), self._groups)
 
 
+def _inner_group(group: Group, tensors: Sequence[Tensor]) -> Group:
+    return {**own_options(group), "params": list(tensors)}
+
+
 class PartialSteps:
-    """One step in several parts. However many there are, options that a step changes change once.
+    """One step in several parts. However many there are, options and other numbers that a step changes change once.
 
     `groups` are all groups of `optimizers`. As in one step of the whole, the options of all groups change, also of
     those that have no tensors on this rank or in this step.
@@ -126,6 +141,7 @@ class PartialSteps:
         self._groups = groups
         # Each optimizer with the indices of its groups.
         self._optimizers = [(optimizer, _indices(optimizer.param_groups, groups)) for optimizer in optimizers]
+        self._numbers = {id(optimizer): OwnNumbers(optimizer) for optimizer, _ in self._optimizers}
         self._before = [dict(group) for group in groups]
         # A step may change a tensor in place, which must start every part with the same value.
         self._values = [_tensor_options(group) for group in groups]
@@ -161,6 +177,7 @@ class PartialSteps:
                 self._after[index] = {**options(self._groups[index]), **_tensor_options(self._groups[index])}
         finally:
             self._restore()
+            self._numbers[id(optimizer)].restore()
 
     def _restore(self) -> None:
         """Give the groups their tensors and the options that they began with, after an error, too."""
@@ -171,7 +188,9 @@ class PartialSteps:
                 before[key].detach().copy_(value)
 
     def end(self) -> None:
-        """Give the groups the options that the partial steps have left."""
+        """Give the groups the options that the partial steps have left, and the optimizers their numbers."""
+        for numbers in self._numbers.values():
+            numbers.end()
         for index, after in self._after.items():
             group, before = self._groups[index], self._before[index]
             group.update(after)

@@ -194,12 +194,15 @@ class OverlapState:
                 "DDP module and the optimizer anew, or use overlap_with_ddp=False"
             )
 
-    def refuse_step(self, scaled: bool) -> None:
-        """`step()` has nothing to do; raise if the user expects more of it."""
+    def refuse_step(self, scaled: bool, alone: bool) -> None:
+        """`step()` has nothing to do; raise if the user expects more of it, and say so if it came `alone`."""
         if scaled:
             raise RuntimeError(f"GradScaler cannot be used: {_TOO_LATE}")
         self.refuse_edited_gradients()
-        logger.warning("step() does nothing with overlap_with_ddp=True: backward() has already updated the parameters")
+        if alone:  # a closure was the step
+            logger.warning(
+                "step() does nothing with overlap_with_ddp=True: backward() has already updated the parameters"
+            )
 
     def refuse_edited_gradients(self) -> None:
         """Raise, once, if gradients were edited after backward: no update has used the edit."""

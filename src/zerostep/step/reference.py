@@ -8,12 +8,13 @@ unsharded optimizer, given the same sums (bit for bit with any number of ranks).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zerostep.comm.transport import Transport
 from zerostep.errors import VerificationError
@@ -44,19 +45,26 @@ class ReferenceOptimizer:
         self._copies: list[nn.Parameter] = []
         self._local: dict[int, Tensor] = {}
         self._edited = self._several = False
-        self._inners = InnerOptimizers([], [], planner.default_class, planner.defaults)
         self._seen: list[Group] = []
-        for group in groups:
-            self.add(group, specs)
+        members = [self._copy_params(group) for group in groups]
+        self._inners = InnerOptimizers(
+            [self._noted(group) for group in groups], members, planner.default_class, planner.defaults
+        )
 
     def add(self, group: Group, specs: Sequence[ParamSpec]) -> None:
         """Add a group; `specs` are those of all parameters."""
         self._specs = list(specs)
+        self._inners.add(self._noted(group), self._copy_params(group))
+
+    def _copy_params(self, group: Group) -> list[nn.Parameter]:
         copies = [nn.Parameter(self._as_master(param.detach().clone())) for param in group["params"]]
         self._copies += copies
-        # Copies of the options too: both optimizers may change them in place.
-        self._inners.add({**group, **_copied(own_options(group))}, copies)
+        return copies
+
+    def _noted(self, group: Group) -> Group:
+        """The group with copies of the options: both optimizers may change them in place."""
         self._seen.append(_copied(own_options(group)))
+        return {**group, **_copied(own_options(group))}
 
     def _as_master(self, copy: Tensor) -> Tensor:
         dtype = self._planner.settings.master_dtype
@@ -115,19 +123,34 @@ class ReferenceOptimizer:
 
     def step(self, outer: Sequence[Group], params: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
         """Step with these sums, from the parameters as they are now, with the options that the user has changed."""
-        self._inners.push_options([_changed(now, seen) for now, seen in zip(outer, self._seen, strict=True)])
-        for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
-            # Only where the user has set a value: elsewhere a master has bits that the parameter lacks.
-            if not _same_bits(copy.detach().to(param.dtype), param):
-                copy.data.copy_(param)
+        self._follow(outer, params)
+        for index, copy in enumerate(self._copies):
             copy.grad = sums[index].reshape(copy.shape).to(copy.dtype) if index in sums else None
         with torch.no_grad():
             for optimizer in self._inners.all:
                 optimizer.step()
 
+    def _follow(self, outer: Sequence[Group], params: Sequence[Tensor]) -> None:
+        """Take over options and values that the user has changed."""
+        self._inners.push_options([_changed(now, seen) for now, seen in zip(outer, self._seen, strict=True)])
+        for copy, param in zip(self._copies, params, strict=True):
+            # Only where the user has set a value: elsewhere a master has bits that the parameter lacks.
+            if not _same_bits(copy.detach().to(param.dtype), param):
+                copy.data.copy_(param)
+
+    def call(self, outer: Sequence[Group], params: Sequence[Tensor], method: Callable[[Optimizer], Any]) -> None:
+        """Call a method of the unsharded optimizers, from the parameters as they are now."""
+        self._follow(outer, params)
+        for optimizer in self._inners.all:
+            method(optimizer)
+
+    def note_options(self, outer: Sequence[Group]) -> None:
+        """The options as the sharded optimizer left them: what differs from them later, the user has changed."""
+        self._seen = [_copied(own_options(group)) for group in outer]
+
     def compare(self, outer: Sequence[Group], params: Sequence[Tensor]) -> None:
         """Compare all parameters after the step. `outer` has the options as the step of the sharded one left them."""
-        self._seen = [_copied(own_options(group)) for group in outer]
+        self.note_options(outer)
         self._steps, self._left = self._steps + 1, self._left - 1
         for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
             copy.grad = None

@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zerostep.step.ddp_hook import in_backward_pass
+
 _REASON = (
     "the gradient of this parameter was summed over the ranks during backward(), and each rank kept only the part it "
     "owns. Use the optimizer's clip_grad_norm_() and grad_norm(), or torch.nn.utils.clip_grad_norm_() and "
     'clip_grad_value_() on all ranks; to read whole gradients, build the optimizer with reduction="all"'
+)
+
+_IN_DDP = (
+    " inside backward(), as DistributedDataParallel does: if the model is wrapped in it, pass the wrapped model, as in "
+    "ddp = DistributedDataParallel(model); optimizer = ShardedOptimizer(ddp, ...)"
 )
 
 _aten = torch.ops.aten
@@ -89,7 +96,7 @@ class ShardedGradient(torch.Tensor):
         """Run one of the operations in `_OPERATIONS`; refuse all others."""
         operation = _OPERATIONS.get(func)
         if operation is None:
-            raise RuntimeError(f"{_REASON} (tried: {func})")
+            raise RuntimeError(f"{_REASON} (tried: {func}{_IN_DDP if in_backward_pass() else ''})")
         return operation(func, args, kwargs or {})
 
 

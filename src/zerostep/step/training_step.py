@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zerostep.comm.agreement import describe_error
 from zerostep.comm.background import BackgroundSaves
@@ -135,6 +136,12 @@ class TrainingStep:
     def _end_update(self) -> None:
         self._inners.pull_options(self._groups())
 
+    def take_gradients_from(self, source: GradSource) -> None:
+        """Replace the source of gradients, between two passes."""
+        self._source.remove()
+        self._source = source
+        self._hook_trainable()
+
     def _hook_trainable(self) -> None:
         self._source.extend(self._engine.buckets.params)
 
@@ -225,6 +232,25 @@ class TrainingStep:
         if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
             self._engine.grad_ops.scale(factor)
         return total
+
+    # ------------------------------------------------------------------ other methods of the inner optimizers
+
+    def begin_method(self) -> None:
+        """Before a method of the inner optimizers other than `step`: parameters and options as the user has them."""
+        self.check_usable()
+        self._saves.raise_if_failed()
+        self._engine.finish()
+        self._follow_params()
+
+    def run_method(self, call: Callable[[Optimizer], Any]) -> Any:
+        """Call a method of every inner optimizer, of a reference optimizer's, too; what it returned for the first."""
+        if self._reference is not None:
+            self._reference.call(self._groups(), self._engine.buckets.params, call)
+        results = [call(optimizer) for optimizer in self._inners.all]
+        self._inners.pull_options(self._groups())
+        if self._reference is not None:
+            self._reference.note_options(self._groups())
+        return next((result for result in results if result is not None), None)
 
     def loaded(self, has_state: bool, count: int | None = None) -> None:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""

@@ -66,6 +66,14 @@ class Updater:
             self.launch(sorted(chosen, key=lambda bucket: (sizes[bucket].size > _SMALL_BUCKET, -bucket)))
             self.make_late(chosen)
 
+    def send_all(self) -> None:
+        """Send the owned part of every bucket and wait: something else than a step has changed parameters."""
+        for shard in self._buckets.shards.values():
+            shard.copy_masters_to_params()
+            shard.mark_changed({slot.param for slot in shard.bucket.slots})
+        self.launch(sorted(self._buckets.shards))
+        self._gathers.wait()
+
     def make_late(self, chosen: Iterable[int]) -> None:
         """Let whoever reads parameters of these buckets wait until they are in place."""
         self._gathers.make_late({bucket: self._buckets.shards[bucket].params for bucket in chosen})

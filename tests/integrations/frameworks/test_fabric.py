@@ -1,0 +1,68 @@
+"""A loop with Lightning Fabric and both sharded optimizers, against the same loop with the plain one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.frameworks.launch import DEADLINE, result, run
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.timeout(4 * DEADLINE)
+
+CASES = "tests.integrations.frameworks.fabric_cases"
+KINDS = ("sharded", "zero")
+MORE = ("sharded-after", "sharded-all", "sharded-all-after", "sharded-forward", "zero-after", "zero-views")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of results of two ranks, and of three and of one that resume from what they saved."""
+    folder = tmp_path_factory.mktemp("fabric")
+    run(CASES, str(folder), "train", "2")
+    run(CASES, str(folder), "resume", "3", ranks=3)
+    run(CASES, str(folder), "resume", "1", ranks=1)
+    return folder
+
+
+def both(found: Path, name: str) -> list[object]:
+    return [result(found, name, rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("how", ["train", "clip_value", "accumulate", "closure"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_gives_the_weights_of_the_plain_loop(found: Path, kind: str, how: str) -> None:
+    assert both(found, f"{kind}-{how}") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_by_norm_gives_the_weights_of_the_plain_loop(found: Path, kind: str) -> None:
+    for rank in range(2):  # norms of sharded gradients are summed in another order
+        assert result(found, f"{kind}-clip", rank) <= (1e-6 if kind == "sharded" else 0.0)
+
+
+@pytest.mark.parametrize("how", ["train", "accumulate"])
+@pytest.mark.parametrize("kind", MORE)
+def test_every_order_and_mode_gives_the_weights_of_the_plain_loop(found: Path, kind: str, how: str) -> None:
+    assert both(found, f"{kind}-{how}") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_loop_equals_the_uninterrupted_one(found: Path, kind: str) -> None:
+    assert both(found, f"{kind}-saved") == [[0.0, 0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_those_of_the_plain_optimizer(found: Path, kind: str) -> None:
+    assert both(found, f"{kind}-exchanged") == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zerostep_s_own_checkpoints_work_through_fabric_s_wrapper(found: Path, kind: str) -> None:
+    assert both(found, f"{kind}-own") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_resumes_at_another_world_size(found: Path, kind: str) -> None:
+    assert result(found, f"{kind}-elsewhere-1") == [0.0, 0.0]
+    ours, plain = result(found, f"{kind}-elsewhere-3")
+    assert ours <= (1e-6 if kind == "sharded" else 0.0) and plain == 0.0
