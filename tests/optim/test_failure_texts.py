@@ -50,11 +50,12 @@ class Failing(SGD):
     """Raises `trouble` in place of one of its next calls of `step`."""
 
     trouble: BaseException | None = None
-    calls_left = 0
+    # In a list: a number would change once in a step, however many parts it has.
+    calls_left: list[int] = []  # noqa: RUF012
 
     def step(self, closure: Any = None) -> Any:
-        self.calls_left -= 1
-        if self.trouble is not None and self.calls_left == 0:
+        self.calls_left = [count - 1 for count in self.calls_left]
+        if self.trouble is not None and self.calls_left == [0]:
             raise self.trouble
         return super().step(closure)
 
@@ -94,7 +95,7 @@ class Run:
         inner = self.optimizer.optim if isinstance(self.optimizer, ZeroRedundancyOptimizer) else _inner(self.optimizer)
         assert isinstance(inner, Failing)
         one_part = isinstance(self.optimizer, ZeroRedundancyOptimizer) and not self.in_backward
-        inner.trouble, inner.calls_left = trouble, 1 if one_part else 2
+        inner.trouble, inner.calls_left = trouble, [1 if one_part else 2]
 
     def restore(self) -> None:
         """Back to the state after two steps."""

@@ -39,15 +39,16 @@ class FailingAdam(Adam):
     """Raises once, at the call of `step` with number `fails_at`, before or after the update."""
 
     fails_at: int | None = None
-    calls: int = 0
+    # A tuple of all: a number would change once in a step, however many parts it has.
+    calls: tuple[int, ...] = ()
     late = False
 
     def step(self, closure: Any = None) -> Any:
-        self.calls += 1
-        if self.calls == self.fails_at and not self.late:
+        self.calls = (*self.calls, len(self.calls))
+        if len(self.calls) == self.fails_at and not self.late:
             raise ArithmeticError("no more numbers")
         loss = super().step(closure)
-        if self.calls == self.fails_at:
+        if len(self.calls) == self.fails_at:
             raise ArithmeticError("no more numbers")
         return loss
 
@@ -56,7 +57,7 @@ def _fail_at(zero: ZeroRedundancyOptimizer, bucket: int, late: bool = False) -> 
     """Let the update of one of the next buckets fail on this rank."""
     inner = zero.optim
     assert isinstance(inner, FailingAdam)
-    inner.late, inner.fails_at = late, inner.calls + 1 + bucket
+    inner.late, inner.fails_at = late, len(inner.calls) + 1 + bucket
 
 
 def _fail_once(group: ProcessGroup, hook: str, bucket: int, late: bool, options: dict[str, Any]) -> Values:

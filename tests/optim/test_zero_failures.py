@@ -278,13 +278,17 @@ def test_freezing_on_one_rank_alone_is_refused_before_anything_is_sent(
 
 
 class DyingSGD(SGD):
-    """Ends its own process in the third step of world rank 1, before or after the update."""
+    """Ends its own process in the third step of world rank 1, before or after the update, once it is `armed`.
+
+    The constructor of a sharding optimizer tries a class that it does not know.
+    """
 
     after: bool = False
     count: int = 0
+    armed = False
 
     def step(self, closure: Any = None) -> Any:
-        self.count += 1
+        self.count += self.armed
         if self.after:
             super().step(closure)
         if self.count == 3 and dist.get_rank() == 1:
@@ -320,6 +324,7 @@ def _train_until_death(
     if mixed:
         params += [nn.Parameter(torch.ones(4, dtype=torch.float64)), nn.Parameter(torch.ones(9, dtype=torch.bfloat16))]
     zero = ZeroRedundancyOptimizer(params, kind, group, views, **LR)
+    vars(zero.optim)["armed"] = True
     for param in params:
         param.grad = torch.ones_like(param)
     zero.step()

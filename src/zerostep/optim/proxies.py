@@ -19,9 +19,8 @@ def delegate_if_proxy(cls: type, ours: type) -> None:
 
     A wrapper is recognised by what its own classes have: `__getattr__` and `optimizer`.
     """
-    wrapper = {name for each in cls.__mro__ if not issubclass(each, Optimizer) for name in vars(each)}
-    added = wrapper - {name for each in ours.__mro__ for name in vars(each)}
-    if {"__getattr__", "optimizer"} <= added:
+    added = [each for each in cls.__mro__ if each not in ours.__mro__ and not issubclass(each, Optimizer)]
+    if {"__getattr__", "optimizer"} <= {name for each in added for name in vars(each)}:
         for name in _inherited(cls, ours):
             setattr(cls, name, _delegating(name, getattr(ours, name)))
 
