@@ -115,7 +115,7 @@ def _goes_on_after_interrupt(stage: Stage) -> None:
 @scenario(
     "backward-raises-on-one-rank",
     "F04",
-    Told("rank <victim>|StepMismatchError|(?i:timed? ?out)", victim="a bad day"),
+    Told("rank <victim>|StepMismatchError|(?i:timed? ?out|closed by peer|reset by peer)", victim="a bad day"),
     modes=("drop-in", "hook", "bare", "bare-forward", "ddp", "backward"),
     warm=False,
     after="checkpoint",
@@ -155,7 +155,7 @@ def _no_batch() -> float:
 @scenario(
     "closure-raises-on-one-rank",
     "F32",
-    Told("StepMismatchError|rank <victim>|(?i:timed? ?out)", victim="no batch"),
+    Told("StepMismatchError|rank <victim>|(?i:timed? ?out|closed by peer|reset by peer)", victim="no batch"),
     modes=("drop-in", *BARE, *IN_DDP),
     warm=False,
     after="checkpoint",
