@@ -102,8 +102,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             parameters, but at least 1 and at most 5; on an accelerator a 32nd, but at least 25 and at most 100.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
-        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
-            step or more later.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes
+            four steps later.
         stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
             times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
@@ -151,7 +151,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.control) as agreement:
-            self._audits = Audits(audit_every)
+            self._audits = Audits(audit_every, self._health)
             self._build(params, verify)
             broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
@@ -434,6 +434,10 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_usable(self) -> None:
         self._training.check_usable()
 
+    def _ensure_complete(self) -> None:
+        self._training.ensure_complete()
+        self._audits.finish()
+
     def _give_up(self, description: str) -> None:
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
         # First: whoever waits for the device goes on once the wait has ended, and must find this optimizer broken.
@@ -547,6 +551,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         buckets.follow_params()
         return AuditSubject(
             everyone=self._ranks.everyone,
+            control=self._ranks.control,
             positions=self._ranks.positions,
             specs=self._layout.params,
             params=buckets.params,
@@ -569,7 +574,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
             step=self._training.count,
             saves=self._saves,
-            ensure_complete=self._training.ensure_complete,
+            ensure_complete=self._ensure_complete,
             param_states=self._state.leaves.param_states,
             global_state=dict,
             group_optimizer=self._state.group_optimizer,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from zerostep.step.place import Progress
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.step_status import PeerFailedError
 from zerostep.step.weak import weakly
+from zerostep.tensors import recorded_event
 
 
 class TrainingStep:
@@ -90,9 +90,7 @@ class TrainingStep:
             presence.end_step(self.count, complete=self.count > before)
         device = self._engine.buckets.params[0].device
         if device.type != "cpu" and not self._engine.blocks_host:
-            event = torch.Event(device)
-            event.record()
-            presence.device_mark(event.query)
+            presence.device_mark(recorded_event(device).query)
 
     def _run(self, joining: bool, joined: bool) -> None:
         self.check_usable()
