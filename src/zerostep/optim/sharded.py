@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, facts_of
+from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
@@ -223,12 +223,13 @@ class ShardedOptimizer(PartitionedOptimizer):
         default = self._planner.default_class
         classes = [getattr(class_of(group, default), "__qualname__", "another") for group in self.param_groups]
         wrapped = "wrapped in DDP" if self._ddp is not None else "bare"
+        specs = self._specs_with_model_names()
         return [
-            *facts_of(self.param_groups, self._specs_with_model_names(), default, with_strides=True),
+            *facts_of(self.param_groups, specs, default, with_strides=True),
             Fact("the optimizer classes of the groups", ", ".join(classes)),
             Fact("the settings", f"{self._settings}, {wrapped}"),
             *broadcast,
-            Fact("the layout", self._layout.digest()),
+            *layout_facts(self._layout, [spec.name for spec in specs]),
         ]
 
     def _specs_with_model_names(self) -> list[ParamSpec]:
@@ -406,7 +407,8 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         A closure is evaluated once, first; returns what it returns.
         """
-        closure = evaluated(closure)
+        with self._training.calling_closure():
+            closure = evaluated(closure)
         self._refuse_step_without_sync()
         if self._join is not None and self._join_config.enable:
             self._check_order()

@@ -228,12 +228,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """
         self._check_usable()
         if self._overlap_state is not None:
-            loss = evaluated(closure)  # its backward pass updates the parameters
+            with self._progress.calling_closure():
+                loss = evaluated(closure)  # its backward pass updates the parameters
             self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None, alone=loss is None)
             return None if loss is None else loss()
         if self._join is not None and self._join_config.enable:
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
-            closure = evaluated(closure)
+            with self._progress.calling_closure():
+                closure = evaluated(closure)
             self._join.step()
         with self._present():
             loss = self._step_and_sync(closure, kwargs)
@@ -265,7 +267,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._follow_parameters()
         self._progress.begin_step(self.param_groups)
         gradients = self._gradients()
-        with self._failing_together(closure):
+        with self._failing_together(closure), self._progress.calling_closure():
             loss = self._local_step(closure, **kwargs)
         self._sync_params(joined, max(gradients, self._gradients()))
         return loss

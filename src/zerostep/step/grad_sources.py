@@ -7,9 +7,11 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from zerostep.plan.layout import ParamSpec
 from zerostep.step.ddp_hook import after_backward, as_stored, completed, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.engine import Engine
 from zerostep.step.weak import weakly
@@ -23,15 +25,38 @@ class GradSource(Protocol):
     def extend(self, params: Sequence[Tensor]) -> None:
         """Hook all of `params` that are trainable and not hooked yet."""
 
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Raise if a gradient no longer comes; before parameters in other memory are bound back."""
+
     def remove(self) -> None:
         """Pass no further gradients."""
 
 
 class NoSource:
-    """DDP reduces, and the gradients are taken from `.grad`."""
+    """DDP reduces, and the gradients are taken from `.grad`.
+
+    A cast makes autograd forget the node that DDP's hook is on, and it stays forgotten when the cast is undone.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, tuple[int, Any]] = {}  # the address of each parameter, and the node that DDP has hooked
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Nothing to hook."""
+        """Nothing to hook; notes what DDP has hooked."""
+        for index, param in enumerate(params):
+            if param.requires_grad and index not in self._nodes:
+                self._nodes[index] = param.data_ptr(), get_gradient_edge(param).node
+
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Raise if DDP has lost a parameter. Only of those in other memory is the node looked up, which is slow."""
+        for index, (address, node) in self._nodes.items():
+            param = params[index]
+            if param.data_ptr() != address and param.requires_grad and get_gradient_edge(param).node is not node:
+                raise RuntimeError(
+                    f"parameter {specs[index].name!r} was cast or moved, and put back, since the optimizer was built: "
+                    "DistributedDataParallel no longer sums its gradient. Cast a copy of the model, or build the DDP "
+                    "module and the optimizer anew"
+                )
 
     def remove(self) -> None:
         """Nothing was hooked."""
@@ -51,6 +76,9 @@ class _ParamHooks:
                 self._hooked.add(index)
                 handle = getattr(param, self._register)(partial(_call_with, self._call, index))
                 self._removers.append(finalize(self._engine(), handle.remove))
+
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Nothing to check: a hook on a parameter outlives a cast."""
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -96,6 +124,9 @@ class DdpSource:
         """Hook trainable parameters; DDP itself ignores those that became trainable after its construction."""
         self._index_of.update({param: index for index, param in enumerate(params)})
         self._param_hooks.extend(params)
+
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Nothing to check: gradients that DDP has lost are found in `.grad`, and reduced in `step()`."""
 
     def remove(self) -> None:
         """Remove the hooks of parameters; a hook of DDP stays for good."""

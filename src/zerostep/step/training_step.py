@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +79,10 @@ class TrainingStep:
         with self._present():
             self._run(joining, joined)
 
+    def calling_closure(self) -> AbstractContextManager[None]:
+        """Inside, the user's closure is called; the other ranks are told if it fails on this one alone."""
+        return self._progress.calling_closure()
+
     @contextmanager
     def _present(self) -> Iterator[None]:
         """Tell the stall report when a step begins and ends."""
@@ -147,6 +151,7 @@ class TrainingStep:
         """Notice what the user did to parameters and options since the last step."""
         self.read_status()
         self.synchronize()
+        self._source.check(self._engine.buckets.params, self._engine.buckets.layout.params)
         self._engine.buckets.follow_params()
         self.add_leaves(self._engine.buckets.bind_trainable())
         self._hook_trainable()
