@@ -252,8 +252,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             yield
         finally:
             presence.end_step(self._steps, complete=self._steps > before)
-        if self._steps > before and self._transport.stream_ordered(self.join_device):
-            presence.device_mark(recorded_event(self.join_device).query)
+        if self._steps > before:
+            self._mark_device()
+
+    def _mark_device(self) -> None:
+        """Let the stall report see when the device has finished a step, where the host does not wait for it."""
+        if self._transport.stream_ordered(self.join_device):
+            self._transport.presence.device_mark(recorded_event(self.join_device).query)
 
     def _give_up(self, description: str) -> None:
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
@@ -527,6 +532,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _end_step_in_backward(self) -> None:
         self._end_step()
         self._transport.presence.end_step(self._steps)
+        self._mark_device()  # on the stream that updates run on
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -32,6 +32,18 @@ class GradSource(Protocol):
         """Pass no further gradients."""
 
 
+class _HookedByDdp(NamedTuple):
+    """Where a parameter was, its dtype and device, and the node of autograd that DDP's hook is on."""
+
+    address: int
+    kind: tuple[torch.dtype, torch.device]
+    node: Any
+
+    def is_lost(self, param: Tensor) -> bool:
+        same_kind = (param.dtype, param.device) == self.kind  # a cast that is not undone is refused elsewhere
+        return same_kind and param.requires_grad and get_gradient_edge(param).node is not self.node
+
+
 class NoSource:
     """DDP reduces, and the gradients are taken from `.grad`.
 
@@ -39,19 +51,20 @@ class NoSource:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[int, tuple[int, Any]] = {}  # the address of each parameter, and the node that DDP has hooked
+        self._hooked: dict[int, _HookedByDdp] = {}
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Nothing to hook; notes what DDP has hooked."""
         for index, param in enumerate(params):
-            if param.requires_grad and index not in self._nodes:
-                self._nodes[index] = param.data_ptr(), get_gradient_edge(param).node
+            if param.requires_grad and index not in self._hooked:
+                kind, node = (param.dtype, param.device), get_gradient_edge(param).node
+                self._hooked[index] = _HookedByDdp(param.data_ptr(), kind, node)
 
     def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
-        """Raise if DDP has lost a parameter. Only of those in other memory is the node looked up, which is slow."""
-        for index, (address, node) in self._nodes.items():
-            param = params[index]
-            if param.data_ptr() != address and param.requires_grad and get_gradient_edge(param).node is not node:
+        """Raise if DDP has lost a parameter by a cast that was undone."""
+        for index, hooked in self._hooked.items():
+            # In this order: what is in the same memory was not cast, and to look up a node is slow.
+            if params[index].data_ptr() != hooked.address and hooked.is_lost(params[index]):
                 raise RuntimeError(
                     f"parameter {specs[index].name!r} was cast or moved, and put back, since the optimizer was built: "
                     "DistributedDataParallel no longer sums its gradient. Cast a copy of the model, or build the DDP "

@@ -68,8 +68,8 @@ class TrainingStep:
 
     @property
     def rank(self) -> int:
-        """This rank among those that divide the state."""
-        return self._engine.buckets.rank
+        """This rank among all ranks of the optimizer, for texts."""
+        return self._engine.presence.rank
 
     def run(self, joining: bool, joined: bool = False) -> None:
         """One step. With `gather="forward"` parameters may still be in flight at its end, but not in a join context.
