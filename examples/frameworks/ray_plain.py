@@ -41,7 +41,7 @@ def train(config: dict[str, int]) -> None:
 
 def main() -> None:
     """Train to the step that the second argument says, with checkpoints in the folder that the first one names."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     run = ray.train.RunConfig(name="example", storage_path=str(Path(sys.argv[1]).resolve()))
     workers, gloo = ray.train.ScalingConfig(num_workers=2), TorchConfig(backend="gloo")
     steps = {"steps": int(sys.argv[2])}
