@@ -6,6 +6,7 @@ resume from it, with as many workers and with one more.
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,24 @@ def build(kind: str, seed: int = 0) -> tuple[Any, Any]:
 
 def steps(model: Any, optimizer: Any, first: int = 0, how: str = "train") -> None:
     """Take three steps, each with data of its own on each rank."""
+    passes = 2 if how == "accumulate" else 1
     for step in range(first, first + 3):
         optimizer.zero_grad()
-        for part in range(2 if how == "accumulate" else 1):
+        for part in range(passes):
             generator = torch.Generator().manual_seed(1000 * step + 10 * part + dist.get_rank())
-            with torch.autocast("cpu", torch.bfloat16, enabled=how == "bf16"):
-                loss = model(torch.randn(4, 6, generator=generator)).square().mean()
-            loss.backward()
+            with unsummed(model, optimizer) if part + 1 < passes else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=how == "bf16"):
+                    loss = model(torch.randn(4, 6, generator=generator)).square().mean()
+                loss.backward()
         if how == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
+
+
+def unsummed(model: Any, optimizer: Any) -> AbstractContextManager[None]:
+    """Return the context in which gradients add up on each rank: DDP's, or the optimizer's if there is none."""
+    context: AbstractContextManager[None] = model.no_sync() if bare(model) is not model else optimizer.no_sync()
+    return context
 
 
 def weights(model: nn.Module) -> Tensor:
