@@ -6,9 +6,9 @@ Nothing here may start threads that a rank needs: a fork leaves them behind.
 import gc
 
 import pytest  # noqa: F401
-import torch._dynamo  # noqa: F401 - by the first optimizer step, and it takes longer than torch itself
-import torch.distributed.checkpoint  # noqa: F401
-import torch.nn.parallel  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.nn.parallel
 import torch.utils.data  # noqa: F401
 
 import zerostep  # noqa: F401
