@@ -270,7 +270,7 @@ def _by_turns() -> Iterator[tuple[str, int, list[Setting]]]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_class_by_itself_equals_plain(pool: Pool, world: int) -> None:
     tasks = [
-        (Task(OPTIMIZERS[name], steps=11, bucket_mb=0.0005), chosen)
+        (Task(OPTIMIZERS[name], steps=7, bucket_mb=0.0005), chosen)
         for name, size, chosen in _by_turns()
         if size == world
     ]
