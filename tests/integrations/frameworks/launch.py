@@ -29,11 +29,11 @@ class Ended:
     errors: str
 
 
-def launch(program: str | Path, *arguments: str, ranks: int = 2, deadline: float = DEADLINE) -> Ended:
-    """Run a script (a `Path`) or a module (its name) on local CPU ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", HOST]
+def launch(program: str | Path, *arguments: str, ranks: int | None = 2, deadline: float = DEADLINE) -> Ended:
+    """Run a script (a `Path`) or a module (its name) on local CPU ranks, or on its own if it starts ranks itself."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", HOST, "--nproc-per-node", str(ranks)]
     name = [str(program)] if isinstance(program, Path) else ["-m", program]
-    command = [*launcher, "--nproc-per-node", str(ranks), *name, *arguments]
+    command = [sys.executable, *(() if ranks is None else torchrun), *name, *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -45,7 +45,7 @@ def launch(program: str | Path, *arguments: str, ranks: int = 2, deadline: float
     return Ended(process.returncode, printed, errors)
 
 
-def run(program: str | Path, *arguments: str, ranks: int = 2, deadline: float = DEADLINE) -> str:
+def run(program: str | Path, *arguments: str, ranks: int | None = 2, deadline: float = DEADLINE) -> str:
     """Like `launch`, for a program that must succeed; what it prints."""
     ended = launch(program, *arguments, ranks=ranks, deadline=deadline)
     assert ended.exitcode == 0, ended.errors
@@ -64,6 +64,8 @@ def environment() -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "ACCELERATE_USE_CPU": "true",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home directory
+        "RAY_USAGE_STATS_ENABLED": "0",
     }
 
 
