@@ -1,11 +1,15 @@
 """Fixtures that all tests share."""
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.helpers.pool import Pool
+from tests.helpers.pool import PRELOAD, Pool
+
+# Whoever starts the first rank of this process starts the fork server, with what it has been told until then.
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
 
 
 @pytest.fixture(scope="session")

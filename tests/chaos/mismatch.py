@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import zerostep
-from tests.chaos.registry import ALL, BARE, CLASSES, IN_DDP, OVERLAP, SHARDED, Told, scenario
+from tests.chaos.registry import ALL, BARE, CLASSES, DDP_WAITS, IN_DDP, OVERLAP, SHARDED, Told, scenario
 from tests.chaos.stage import SAFE, STEP, Stage, Training, build, in_ddp
 from tests.helpers.checkpoints import Known, whole_state
 from zerostep import ShardedOptimizer
@@ -281,7 +281,6 @@ def _one_sided(stage: Stage, call: Callable[[Training], object], seconds: float 
 
 # The drop-in leaves gradients to DDP: the others wait there, and get DDP's own error. The one that waits for them in a
 # call of ours reports them.
-DDP_WAITS = "(?i:timed out|timeout|closed|reset)"
 IN_DDP_ALONE = Told(DDP_WAITS, victim="Not there: ranks? 0")
 _SIDED: dict[str, Any] = {
     "warm": False,

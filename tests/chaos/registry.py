@@ -22,6 +22,7 @@ BACKWARD = ("backward", "backward-forward")
 SHARDED = (*BARE, *IN_DDP, *BACKWARD)
 ALL = (*ZERO, *SHARDED)
 CLASSES = ("drop-in", "bare")  # where only the class of the optimizer counts
+DDP_WAITS = "(?i:timed out|timeout|closed|reset)"  # of those that wait inside DDP: its own error
 
 After = Literal["checkpoint", "nothing"]
 Body = Callable[["Stage"], object]

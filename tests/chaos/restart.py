@@ -1,13 +1,14 @@
 """Jobs under `torchrun` that lose a rank, and go on from the last checkpoint."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.chaos.registry import Told, scenario
 from tests.chaos.stage import Stage
-from tests.docs.test_examples import ROOT, environment, losses
+from tests.docs.test_examples import ROOT, environment, losses, run_ranks
 from tests.helpers.pool import HOST
 
 DEADLINE = 120.0
@@ -54,10 +55,12 @@ def _same_world(root: Path, world: int) -> list[str]:
 
 
 def _smaller_world(root: Path, world: int) -> list[str]:
-    code, before = _torchrun(root / "series", world, 0, f"--die-at={DEATH}", "--lose=rank")
-    assert code != 0, before
-    code, after = _torchrun(root / "series", world - 1, 0)
-    assert code == 0, after
+    """Without a launcher, which would end the others: they must end by themselves."""
+    arguments = ["--folder", str(root / "series"), f"--steps={STEPS}", f"--every={EVERY}"]
+    codes, before = run_ranks("resume", world, *arguments, f"--die-at={DEATH}", "--lose=rank")
+    assert codes.count(-signal.SIGKILL) == 1 and 0 not in codes, before
+    codes, after = run_ranks("resume", world - 1, *arguments)
+    assert codes == [0] * (world - 1), after
     return [_goes_on(before, after)] * world
 
 

@@ -36,7 +36,7 @@ Named = list[tuple[str, Tensor]]
 # Every world into every other.
 
 
-WORLDS = (1, 2, 3, 4, 8)
+WORLDS = (1, 2, 3, 5)
 PAIRS = (("auto", "auto"), ("elements", "view"), ("zero", "elements"), ("parameters", "zero"))
 
 
@@ -92,8 +92,8 @@ def _load_and_compare(setup: Setup, group: ProcessGroup, way: str, paths: list[P
 
 @pytest.mark.timeout(240)
 def test_every_world_loads_into_every_other(tmp_path: Path) -> None:
-    outcomes = run_fresh(_every_pair, 8, str(tmp_path), deadline=200.0)
-    assert [each.error for each in outcomes] == [None] * 8
+    outcomes = run_fresh(_every_pair, max(WORLDS), str(tmp_path), deadline=200.0)
+    assert [each.error for each in outcomes] == [None] * max(WORLDS)
     assert outcomes[0].result == len(WORLDS) ** 2 * (len(PAIRS) + 2 + 2 + 1)
 
 

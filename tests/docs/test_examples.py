@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -43,15 +43,24 @@ def run_with_torchrun(name: str) -> str:
 
 
 def run(name: str) -> str:
-    """Run an example on two ranks that have torch loaded already, with what torchrun would set; what it prints."""
+    """Run an example on two ranks that have torch loaded already; what it prints."""
+    exitcodes, printed = run_ranks(name, 2)
+    assert exitcodes == [0, 0], printed
+    return printed
+
+
+def run_ranks(name: str, count: int, *arguments: str) -> tuple[list[int | None], str]:
+    """Run an example on ranks from the fork server, with what torchrun would set; how they end and what they print."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
+    meeting = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "TORCHELASTIC_RESTART_COUNT": "0"}
+    common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **meeting}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, f"{rank}.txt") for rank in range(2)]
+        outputs = [Path(folder, f"{rank}.txt") for rank in range(count)]
         ranks = [
             context.Process(
-                target=as_script, args=(name, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output)
+                target=as_script,
+                args=(name, arguments, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output),
             )
             for rank, output in enumerate(outputs)
         ]
@@ -61,17 +70,17 @@ def run(name: str) -> str:
             process.join(DEADLINE)
             process.kill()
             process.join()
-        printed = [output.read_text() for output in outputs]
-    assert [process.exitcode for process in ranks] == [0, 0], "\n".join(printed)
-    return "".join(printed)
+        printed = "".join(output.read_text() for output in outputs if output.exists())
+    return [process.exitcode for process in ranks], printed
 
 
-def as_script(name: str, variables: dict[str, str], output: Path) -> None:
+def as_script(name: str, arguments: Sequence[str], variables: dict[str, str], output: Path) -> None:
     """Be one rank of an example."""
     os.environ.update({**environment(), **variables})
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     torch.set_num_threads(1)
+    sys.argv = [f"{name}.py", *arguments]
     sys.path.insert(0, str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     sys.stdout.flush()

@@ -37,8 +37,7 @@ MOST = 10.0  # times a deadline, after which a rank is late on however busy a ma
 GROUP_TIMEOUT = timedelta(seconds=30)
 HOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# torch._dynamo is imported by the first optimizer step of a process and takes longer than torch itself.
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest"]
+PRELOAD = ["tests.helpers.preload"]
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]

@@ -183,8 +183,11 @@ def _assert_same(path: str, a: Any, b: Any, device: str) -> None:
 def _assert_same_tensor(name: str, a: Tensor, b: Tensor) -> None:
     assert a.dtype == b.dtype, f"{name}: {a.dtype} and {b.dtype}"
     assert a.shape == b.shape, f"{name}: {tuple(a.shape)} and {tuple(b.shape)}"
-    differing = int((_bits(a) != _bits(b)).any(dim=1).sum())
-    assert differing == 0, f"{name}: {differing} of {a.numel()} elements differ, by up to {_gap(a, b):.3g}"
+    ours, theirs = _bits(a), _bits(b)
+    if torch.equal(ours, theirs):
+        return
+    differing = int((ours != theirs).any(dim=1).sum())
+    raise AssertionError(f"{name}: {differing} of {a.numel()} elements differ, by up to {_gap(a, b):.3g}")
 
 
 def _bits(tensor: Tensor) -> Tensor:

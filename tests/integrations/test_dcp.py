@@ -116,12 +116,12 @@ def _load_all(group: ProcessGroup, root: str, worlds: list[int]) -> int:
 
 
 def test_every_world_loads_into_every_other(pool: Pool, tmp_path: Path) -> None:
-    worlds = [1, 2, 3, 4]
+    worlds = [1, 2, 3]
     for world in worlds:
         pool.run(_save_all, world, str(tmp_path))
     for world in worlds:
         counts = pool.run(_load_all, world, str(tmp_path), [each for each in worlds if each != world or world == 2])
-        assert set(counts) == {sum(map(len, PAIRS.values())) * (4 if world == 2 else 3)}
+        assert set(counts) == {sum(map(len, PAIRS.values())) * (3 if world == 2 else 2)}
 
 
 def _goes_on(group: ProcessGroup, path: str, saver: str, loader: str) -> None:

@@ -33,7 +33,8 @@ World = int | tuple[int, ...]
 COUNTS: dict[World, tuple[int, ...]] = {2: (5, 0), 3: (2, 6, 0), 4: (3, 0, 3, 7), OFFSET: (1, 4)}
 WORLDS = pytest.mark.parametrize("world", list(COUNTS), ids=str)
 ORDERS = pytest.mark.parametrize("order", ["ddp zero", "zero ddp"])
-OPTIONS = [  # divide_by_initial_world_size, gradient_as_bucket_view, parameters_as_bucket_view: all pairs
+Options = list[tuple[bool, bool, bool, str]]
+OPTIONS: Options = [  # divide_by_initial_world_size, gradient_as_bucket_view, parameters_as_bucket_view: all pairs
     (True, True, True, "adamw"),
     (True, False, False, "sgd_momentum"),
     (False, True, False, "adamw"),
@@ -154,11 +155,11 @@ def _compare(group: dist.ProcessGroup, scenario: Scenario) -> None:
         assert_same_state_dict(zero.state_dict(), plain.state_dict())
 
 
-def _compare_options(group: dist.ProcessGroup, scenario: Scenario) -> int:
-    for divide, gradient_views, parameter_views, optimizer in OPTIONS:
+def _compare_options(group: dist.ProcessGroup, scenario: Scenario, chosen: Options) -> int:
+    for divide, gradient_views, parameter_views, optimizer in chosen:
         found = replace(scenario, divide=divide, gradient_views=gradient_views)
         _compare(group, replace(found, parameter_views=parameter_views, optimizer=optimizer))
-    return len(OPTIONS)
+    return len(chosen)
 
 
 @WORLDS
@@ -168,7 +169,10 @@ def test_statements_52_and_53_uneven_inputs_equal_ddp_join(
     pool: Pool, world: World, order: str, zero_grad: str
 ) -> None:
     scenario = Scenario(COUNTS[world], order, zero_grad)
-    assert pool.run(_compare_options, world, scenario) == [len(OPTIONS)] * len(COUNTS[world])
+    # Many ranks take their time: three and four share the options, and change over with the order.
+    half = (len(COUNTS[world]) + ["ddp zero", "zero ddp"].index(order)) % 2
+    chosen = OPTIONS if len(COUNTS[world]) == 2 else OPTIONS[half::2]
+    assert pool.run(_compare_options, world, scenario, chosen) == [len(chosen)] * len(COUNTS[world])
 
 
 @ORDERS

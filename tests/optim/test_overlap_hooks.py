@@ -182,7 +182,7 @@ def _train_with_delays(group: ProcessGroup, hook: str, repetitions: int, iterati
 @pytest.mark.parametrize("world", [2, 3])
 @EACH_HOOK
 def test_statement_39_ranks_that_are_late_at_random(pool: Pool, hook: str, world: int) -> None:
-    pool.run(_train_with_delays, world, hook, repetitions=10, iterations=50, deadline=110.0)
+    pool.run(_train_with_delays, world, hook, repetitions=4, iterations=25, deadline=110.0)
 
 
 # Options that change.

@@ -19,7 +19,7 @@ from tests.helpers.reference import Batch, batches, build, difference
 from tests.helpers.sharding import MOMENTUM, Contest, backward, sharded
 from zerostep import ShardedOptimizer
 
-LENGTHS = (8, 2, 4, 0)
+LENGTHS = (8, 2, 0)
 BUCKET_MB = 0.0003
 
 
@@ -84,9 +84,10 @@ def _uneven(group: ProcessGroup, way: str, gather: str, accumulate: int, clip: f
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("way", ["bare scatter", "bare all", "wrapped scatter", "wrapped all"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_ranks_without_inputs_count_as_zeros(pool: Pool, world: int, way: str, clip: float, accumulate: int) -> None:
-    for gather in ("step", "forward") if not clip else ("step",):
+    both = ("step", "forward") if world == 2 else ("step",) if accumulate == 1 else ("forward",)
+    for gather in both if not clip else ("step",):
         assert max(pool.run(_uneven, world, way, gather, accumulate, clip, deadline=30)) < 1e-6
 
 
@@ -277,6 +278,6 @@ def _one_context_after_another(group: ProcessGroup) -> float:
     return difference(_reference(inputs, 1, 0.0).parameters(), model.parameters())
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_context_is_ended_by_its_own_end_alone(pool: Pool, world: int) -> None:
     assert max(pool.run(_one_context_after_another, world, deadline=30)) < 1e-6

@@ -167,5 +167,5 @@ def _uneven(group: ProcessGroup, name: str, way: str, clip: bool) -> float:
 @pytest.mark.parametrize("way", WAYS)
 @meshes
 def test_ranks_without_inputs_count_as_zeros(pool: Pool, name: str, way: str) -> None:
-    for clip in (False, True):
-        assert max(pool.run(_uneven, 4, name, way, clip, deadline=30)) < 1e-6
+    clip = (list(MESHES).index(name) + list(WAYS).index(way)) % 2 == 1  # each mesh and each way with and without
+    assert max(pool.run(_uneven, 4, name, way, clip, deadline=30)) < 1e-6

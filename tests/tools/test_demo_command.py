@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
 
-from zerostep.tools.demo import Demo, Progress, compare_runs, run_demo
+from zerostep.tools.demo import Demo, Progress, compare_runs, launch, run_demo
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -43,7 +45,9 @@ def test_the_command() -> None:
     assert len({tuple(row[-2:]) for row in costs}) == 1, "the losses differ"
 
 
-def test_whole_matrices_and_progress() -> None:
+def test_whole_matrices_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_warm_server = partial(start_processes, start_method="forkserver")  # new interpreters take most of the time
+    monkeypatch.setattr(launch, "spawn", from_warm_server)
     told = list[Progress]()
     reports = run_demo(Demo(ranks=2, steps=2, optimizer="muon", device="cpu"), told.append)
     passed, lines = compare_runs(reports)
