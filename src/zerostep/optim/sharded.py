@@ -571,7 +571,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             saves=self._saves,
             ensure_complete=self._training.ensure_complete,
             param_states=self._state.leaves.param_states,
-            global_state=dict,
+            global_state=lambda: self._inners.named,
             group_optimizer=self._state.group_optimizer,
             loads_whole_state=self._training.verifies,
             restore=self._restore,
@@ -582,7 +582,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _restore(
         self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
-        replace = self._state.prepare_restore(saved, options, step)
+        replace = self._state.prepare_restore(saved, global_state, options, step)
 
         def apply() -> None:
             replace()
