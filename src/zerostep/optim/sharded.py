@@ -258,7 +258,9 @@ class ShardedOptimizer(PartitionedOptimizer):
         members = [list[Tensor]() for _ in self.param_groups]
         for leaf in engine.buckets.bind_trainable():
             members[leaf.group].append(leaf.tensor)
-        self._inners = InnerOptimizers(self.param_groups, members, self._planner.default_class, self._planner.defaults)
+        with agreed(self._ranks.control):  # a class may refuse the part of one rank
+            planner = self._planner
+            self._inners = InnerOptimizers(self.param_groups, members, planner.default_class, planner.defaults)
         self.defaults = self._inners.defaults
         self._grad_source = self._make_grad_source(engine, reduces)
         self._grad_source.extend(engine.buckets.params)

@@ -48,7 +48,7 @@ class InnerOptimizers:
     def _make(self, optimizer_class: OptimizerClass, groups: list[Group]) -> None:
         # The user's keyword options are for the default class; another class may not know them.
         defaults = self._defaults if optimizer_class is self._default_class else {}
-        self._all[optimizer_class] = optimizer_class(groups, **defaults)
+        self._all[optimizer_class] = build_inner(optimizer_class, groups, defaults)
 
     def add(self, group: Group, tensors: Sequence[Tensor]) -> None:
         """Add an outer group; `pull` then gives it the options that its class has completed."""
@@ -137,6 +137,32 @@ class InnerOptimizers:
     def begin(self) -> PartialSteps:
         """The partial steps of one step: all start from the options that the groups have now."""
         return PartialSteps(self._all.values(), self._groups)
+
+
+def build_inner(optimizer_class: OptimizerClass, groups: list[Group], defaults: Mapping[str, Any]) -> Optimizer:
+    """Build an optimizer of groups of which some may be empty here; `ValueError` if it cannot have such groups."""
+    try:
+        return optimizer_class([dict(group) for group in groups], **defaults)
+    except Exception as error:
+        empty = [index for index, group in enumerate(groups) if not group["params"]]
+        if empty and _can_be_built(optimizer_class, groups, defaults):
+            name = getattr(optimizer_class, "__name__", optimizer_class)
+            raise ValueError(
+                f"{name} cannot be built on a rank that owns no parameter of some group, here of group {empty[0]} "
+                f"({type(error).__name__}: {error}): use fewer groups, each with parameters for every rank, or use it "
+                "without sharding"
+            ) from error
+        raise
+
+
+def _can_be_built(optimizer_class: OptimizerClass, groups: Sequence[Group], defaults: Mapping[str, Any]) -> bool:
+    """Whether it is the empty groups that an optimizer cannot be built with."""
+    filled = [{**group, "params": group["params"] or [torch.zeros(1, requires_grad=True)]} for group in groups]
+    try:
+        optimizer_class(filled, **defaults)
+    except Exception:
+        return False
+    return True
 
 
 def _inner_group(group: Group, tensors: Sequence[Tensor]) -> Group:
