@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import ref
@@ -90,22 +90,22 @@ class _Preparing:
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.save_state`, with the files of sharded optimizers."""
-        with self._standing_in():
+        with self._standing_in(is_partitioned):
             return self._own["save_state"](*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.load_state`, with the files of sharded optimizers."""
-        with self._standing_in():
+        """`Accelerator.load_state`, with the files of sharded optimizers, which plain ones may load too."""
+        with self._standing_in(lambda optimizer: True):
             return self._own["load_state"](*args, **kwargs)
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        """Inside, Accelerate finds an `OptimizerFiles` in place of each sharded optimizer."""
+    def _standing_in(self, chosen: Callable[[Any], bool]) -> Iterator[None]:
+        """Inside, Accelerate finds an `OptimizerFiles` in place of each optimizer that is chosen."""
         optimizers = list(getattr(self._accelerator, _PREPARED))
         files = {
             number: OptimizerFiles(optimizer, number, self._torch_format)
             for number, optimizer in enumerate(optimizers)
-            if is_partitioned(optimizer)
+            if chosen(optimizer)
         }
         seen = [files.get(number, optimizer) for number, optimizer in enumerate(optimizers)]
         try:
