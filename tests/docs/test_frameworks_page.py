@@ -67,8 +67,9 @@ def test_every_framework_has_every_class() -> None:
 
 def changes(framework: str) -> tuple[list[str], list[str]]:
     """The lines that only the plain example has, and those that only the sharded one has."""
-    files = (EXAMPLES / f"{framework.lower()}_{which}.py" for which in ("plain", "zerostep"))
-    lines = list(unified_diff(*(file.read_text().splitlines() for file in files), lineterm="", n=0))[2:]
+    before, after = (EXAMPLES / f"{framework.lower()}_{which}.py" for which in ("plain", "zerostep"))
+    texts = before.read_text().splitlines(), after.read_text().splitlines()
+    lines = list(unified_diff(texts[0], texts[1], lineterm="", n=0))[2:]
     plain, ours = ([line[1:].strip() for line in lines if line.startswith(sign)] for sign in "-+")
     return plain, [line for line in ours if line not in ("", "import zerostep")]
 

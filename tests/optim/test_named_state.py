@@ -83,14 +83,14 @@ def _zero(group: ProcessGroup, model: nn.Module, kind: type[Counts]) -> ZeroRedu
     return ZeroRedundancyOptimizer(model.named_parameters(), kind, process_group=group)
 
 
-def _trained(group: ProcessGroup, kind: type[Counts], **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
+def _trained(group: ProcessGroup, kind: type[Optimizer], **options: Any) -> tuple[nn.Module, ShardedOptimizer]:
     model = build()
     optimizer = sharded(group, model, kind, **options)
     _train(group, model, optimizer, 0, BEFORE)
     return model, optimizer
 
 
-def _expected(group: ProcessGroup, kind: type[Counts]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _expected(group: ProcessGroup, kind: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Parameters of plain training without a break, and the plain state at the point of the save."""
     model = in_ddp(group, build())
     optimizer = kind(model.parameters())
@@ -100,7 +100,7 @@ def _expected(group: ProcessGroup, kind: type[Counts]) -> tuple[dict[str, Tensor
     return values(model), state
 
 
-def _state_dicts(group: ProcessGroup, kind: type[Counts]) -> None:
+def check_state_dicts(group: ProcessGroup, kind: type[Optimizer]) -> None:
     expected, plain_state = _expected(group, kind)
     model, optimizer = _trained(group, kind)
     state = whole_state(optimizer)
@@ -114,7 +114,8 @@ def _state_dicts(group: ProcessGroup, kind: type[Counts]) -> None:
         assert_same_bits(values(other), expected)
     plain = in_ddp(group, build())
     plain.module.load_state_dict(model.state_dict())
-    theirs = kind(plain.module.named_parameters())
+    make: Any = kind
+    theirs = make(plain.module.named_parameters())
     theirs.load_state_dict(state)
     _train(group, plain, theirs, BEFORE, AFTER)
     assert_same_bits(values(plain), expected)
@@ -123,7 +124,7 @@ def _state_dicts(group: ProcessGroup, kind: type[Counts]) -> None:
 
 @by_kind
 def test_a_state_dict_is_that_of_the_plain_optimizer_and_resumes(pool: Pool, kind: type[Counts]) -> None:
-    pool.run(_state_dicts, 2, kind)
+    pool.run(check_state_dicts, 2, kind)
 
 
 def _save(group: ProcessGroup, kind: type[Counts], path: Path) -> dict[str, Tensor]:
