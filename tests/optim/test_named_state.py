@@ -237,3 +237,27 @@ def _odd(group: ProcessGroup, path: Path) -> None:
 
 def test_other_keys_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     pool.run(_odd, 2, tmp_path / "saved")
+
+
+class Adds(Counts):
+    """A state dict with a further entry, which belongs to no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "warmup": 3}
+
+
+def _adds(group: ProcessGroup, path: Path) -> None:
+    _, optimizer = _trained(group, Adds)
+    zero = _zero(group, build(), Adds)
+    message = "Adds adds warmup to its state dict, which is not saved"
+    for number, each in enumerate((optimizer, zero)):
+        with pytest.warns(UserWarning, match=message):
+            zerostep.save(path / str(number), each)
+        with pytest.warns(UserWarning, match=message):
+            each.consolidate_state_dict()
+    if optimizer.rank == 0:
+        assert set(optimizer.state_dict()) == {"state", "param_groups"}
+
+
+def test_further_entries_of_a_state_dict_are_named_in_a_warning(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_adds, 2, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ NamedState = dict[str, Any]
 
 def named_state(optimizer: Optimizer) -> NamedState:
     """Return the live state under names; `CheckpointError` for a key that is neither a name nor a tensor."""
+    warn_of_added(optimizer)
     state: Mapping[Any, Any] = optimizer.state
     for key in state:
         if not isinstance(key, (str, Tensor)):
@@ -23,6 +25,19 @@ def named_state(optimizer: Optimizer) -> NamedState:
                 "name, so no state dict can hold it: use a string"
             )
     return {key: value for key, value in state.items() if isinstance(key, str)}
+
+
+def warn_of_added(optimizer: Optimizer) -> None:
+    """Warn of what a class adds to its state dict beside torch's two entries: it is not divided, and not saved."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    added = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+    if added:
+        warnings.warn(
+            f"{type(optimizer).__name__} adds {', '.join(added)} to its state dict, which is not saved, and begins "
+            "anew after a load",
+            stacklevel=2,
+        )
 
 
 def joined(states: Sequence[NamedState]) -> NamedState:

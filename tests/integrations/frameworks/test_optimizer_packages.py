@@ -91,7 +91,6 @@ def test_they_are_refused_in_small_groups_too(pool: Pool, package: str, name: st
     pool.run(_refused_in_groups, 2, package, name)
 
 
-@pytest.mark.parametrize("name", ["MADGRAD", "SPAM"])
-def test_counters_under_names_are_saved_and_loaded(pool: Pool, name: str) -> None:
+def test_a_counter_under_a_name_is_saved_and_loaded(pool: Pool) -> None:
     pytest.importorskip("pytorch_optimizer")
-    pool.run(check_state_dicts, 2, _kind("pytorch_optimizer", name))
+    pool.run(check_state_dicts, 2, _kind("pytorch_optimizer", "MADGRAD"))
