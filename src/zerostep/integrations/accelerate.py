@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import ref
 
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from zerostep.integrations.optimizer_files import OptimizerFiles, is_partitioned, replaced
 from zerostep.optim.sharded import ShardedOptimizer
 from zerostep.optim.view import unwrapped
+from zerostep.optim.zero import ZeroRedundancyOptimizer
 
 A = TypeVar("A")
 
 _PREPARED = "_optimizers"  # where an accelerator has the optimizers that it saves and loads
 _NO_SYNC = "no_sync"  # what frameworks look for on a model that accumulates gradients
-_METHODS = ("prepare", "prepare_model", "prepare_optimizer", "save_state", "load_state")
+_METHODS = ("prepare", "prepare_model", "prepare_optimizer", "clip_grad_norm_", "save_state", "load_state")
 
 
 def enable(accelerator: A, *, torch_format: bool = False) -> A:
@@ -85,6 +88,17 @@ class _Preparing:
         """`Accelerator.prepare_optimizer`; the state of ours is where the parameters are, from the start."""
         placement = False if is_partitioned(optimizer) else device_placement
         return self._own["prepare_optimizer"](optimizer, device_placement=placement)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """`Accelerator.clip_grad_norm_`; a norm for the log, with `max_norm` infinite, leaves whole gradients as they are.
+
+        Trainer asks for that in every step, and a step inside backward must refuse gradients that were edited after it.
+        """
+        optimizers = [unwrapped(each) for each in getattr(self._accelerator, _PREPARED)]
+        if max_norm != math.inf or not any(isinstance(each, ZeroRedundancyOptimizer) for each in optimizers):
+            return self._own["clip_grad_norm_"](parameters, max_norm, norm_type=norm_type)
+        self._accelerator.unscale_gradients()
+        return get_total_norm([param.grad for param in parameters if param.grad is not None], norm_type)
 
     # ------------------------------------------------------------------ checkpoints
 

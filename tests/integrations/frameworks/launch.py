@@ -40,11 +40,11 @@ class Ended:
     errors: str
 
 
-def launch(program: str | Path, *arguments: str, ranks: int = 2, deadline: float = DEADLINE) -> Ended:
-    """Run a script (a `Path`) or a module (its name) on local CPU ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", HOST]
+def launch(program: str | Path, *arguments: str, ranks: int | None = 2, deadline: float = DEADLINE) -> Ended:
+    """Run a script (a `Path`) or a module (its name) on local CPU ranks, or on its own if it starts ranks itself."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", HOST, "--nproc-per-node", str(ranks)]
     name = [str(program)] if isinstance(program, Path) else ["-m", program]
-    command = [*launcher, "--nproc-per-node", str(ranks), *name, *arguments]
+    command = [sys.executable, *(() if ranks is None else torchrun), *name, *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -56,27 +56,12 @@ def launch(program: str | Path, *arguments: str, ranks: int = 2, deadline: float
     return Ended(process.returncode, printed, errors)
 
 
-def run(program: str | Path, *arguments: str, ranks: int = 2, deadline: float = DEADLINE) -> str:
+def run(program: str | Path, *arguments: str, ranks: int | None = 2, deadline: float = DEADLINE) -> str:
     """Like `launch`, for a program that must succeed; what it prints."""
     ended = launch(program, *arguments, ranks=ranks, deadline=deadline)
     assert ended.exitcode == 0, ended.errors
     assert not UNCLEAN.search(ended.errors), ended.errors
     return ended.printed
-
-
-def python(module: str, *arguments: str, deadline: float = DEADLINE) -> None:
-    """Run a module in one process, without a launcher; it must succeed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=deadline,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert not UNCLEAN.search(ended.stderr), ended.stderr
 
 
 def once(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.frameworks.allowed import allowed
-from tests.integrations.frameworks.launch import DEADLINE, once, python, result, run
+from tests.integrations.frameworks.launch import DEADLINE, once, result, run
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -26,7 +26,7 @@ def fill(folder: Path) -> None:
     run(CASES, str(folder), "train")
     run(CASES, str(folder), "resume", ranks=3)
     run(CASES, str(folder), "resume", ranks=1)
-    python(CASES, str(folder), "resume")
+    run(CASES, str(folder), "resume", ranks=None)
 
 
 @pytest.mark.parametrize("options", ["train", "clip", "accumulate", "bf16"])
