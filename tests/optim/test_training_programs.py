@@ -380,3 +380,24 @@ def _dropped_inside_backward(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_gradient_can_be_dropped_inside_backward(pool: Pool, world: int) -> None:
     pool.run(_dropped_inside_backward, world, deadline=DEADLINE)
+
+
+def _changed_by_later_hooks(group: ProcessGroup) -> None:
+    """Hooks behind the optimizer's own double one gradient, replace another, and drop a third; three stay."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(6)]
+    optimizer = ShardedOptimizer(nn.ParameterList(params), SGD, lr=0.5, process_group=group)
+    doubled, replaced, dropped = params[:3]
+    doubled.register_post_accumulate_grad_hook(lambda param: (param.grad.mul_(2), None)[1])
+    replaced.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", torch.full((8,), 3.0)))
+    dropped.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    for _ in range(2):
+        sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [1 - 2 * 0.5 * factor for factor in (2, 3, 0, 1, 1, 1)]
+    assert [param.detach().tolist() for param in params] == [[value] * 8 for value in expected]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_later_hooks_may_change_gradients(pool: Pool, world: int) -> None:
+    pool.run(_changed_by_later_hooks, world, deadline=DEADLINE)

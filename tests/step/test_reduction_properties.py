@@ -293,6 +293,35 @@ def test_the_sink_is_called_in_one_order_whatever_arrives(sizes: list[int], want
         assert set(diary.params[bucket]) == {slot.param for slot in world.layout.buckets[bucket].slots} & set(came)
 
 
+@patient
+@given(_SIZES, _ANY, st.data())
+def test_gradients_that_are_only_counted_give_the_sums_of_those_that_are_passed(
+    sizes: list[int], wanted: Sizes, data: st.DataObject
+) -> None:
+    """They are collected when their bucket is launched; some may be gone by then."""
+    world, rank = _alone(sizes, wanted)
+    kept = {index: torch.full((size,), 1.0 + index) for index, size in enumerate(sizes)}
+    plan = _plan(world.layout, 0, rank.params, Port(world.net, 0), wanted.small)
+    reduction = Reduction(plan, lambda part: part, PhaseTimer(), rank.sums, lambda those: [kept.get(i) for i in those])
+    reduction.begin()
+    came = data.draw(st.lists(st.integers(0, len(sizes) - 1), unique=True))
+    gone = data.draw(st.sets(st.sampled_from(came))) if came else set()
+    for index in came:
+        if reduction.count(index):
+            assert reduction.is_counted(index) and reduction.is_taken(index) and not reduction.count(index)
+            if index in gone:
+                del kept[index]
+            reduction.launch_full()
+        else:
+            gone.discard(index)
+            reduction.arrive(index, kept[index])
+    assert reduction.missing() == sorted(set(range(len(sizes))) - set(came))
+    reduction.end()
+    reduction.finish()
+    assert reduction.written == set(came) - gone
+    world.assert_kept([torch.full((size,), (1.0 + i) * (i in reduction.written)) for i, size in enumerate(sizes)])
+
+
 # Several passes on several ranks.
 
 

@@ -165,8 +165,15 @@ class Watch:
         for each in reduction._in_flight:
             found += [each.memory, *getattr(each.pending, "buffers", {}).values()]
         buffers = reduction._buffers
-        small = buffers._small.values() if self._bare else ()  # in DDP they lie in its buckets
-        return [*found, *self.sums.parts.values(), *buffers._buffers.values(), *small]
+        found += [*self.sums.parts.values(), *buffers._buffers.values()]
+        return [*found, *self._small_grads()] if self._bare else found  # in DDP they lie in its buckets
+
+    def _small_grads(self) -> list[Tensor]:
+        """Small gradients that are held, or counted and still in `.grad`."""
+        reduction = self.reduction
+        counted = (param.grad for index, param in enumerate(reduction._plan.params) if reduction.is_counted(index))
+        held = (grad for small in reduction._buffers._small for grad in small.values())
+        return [*held, *(grad for grad in counted if grad is not None)]
 
     def spare(self) -> list[Tensor]:
         """What the pools hold for the next buckets."""

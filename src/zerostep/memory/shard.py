@@ -29,6 +29,7 @@ class Shard(FlatBucket):
         self._owned, self._plan = plan.owned(rank), plan
         self._names = [layout.params[slot.param].name for slot in plan.slots]
         self._signatures = [_signature(param) for param in self._params]
+        self._dtypes, self._devices = [param.dtype for param in self._params], [p.device for p in self._params]
         owned = self.owned
         has_master = master_dtype is not None and owned.is_floating_point() and owned.dtype != master_dtype
         self.master = owned.to(master_dtype) if has_master else None
@@ -63,9 +64,9 @@ class Shard(FlatBucket):
 
         Shapes are left to `sync_with_params`: this runs in every pass, and must not wait for late parameters.
         """
-        dtype, device = self._flat.dtype, self._flat.device
-        for position, param in enumerate(self._params):
-            if param.dtype != dtype or param.device != device:
+        # Lists are compared at once, because this is done for every parameter in every pass.
+        if [param.dtype for param in self._params] != self._dtypes or [p.device for p in self._params] != self._devices:
+            for position in range(len(self._params)):
                 self._check_unchanged(position)
 
     def _check_unchanged(self, position: int) -> None:

@@ -53,7 +53,7 @@ class BackwardUpdate:
 
     def launched(self, bucket: int, params: Collection[int]) -> None:
         """Send which parameters of a bucket this rank has used."""
-        members = [slot.param for slot in self._buckets.layout.buckets[bucket].slots]
+        members, params = [slot.param for slot in self._buckets.layout.buckets[bucket].slots], frozenset(params)
         complete = all(index in params or not self._buckets.params[index].requires_grad for index in members)
         with self._timer.phase("control", bucket):
             pending = self._control.start_all_gather_ints(pack_mask([index in params for index in members]))

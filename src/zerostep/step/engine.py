@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, RLock
-from typing import NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
-from zerostep.comm.transport import PendingInts, Presence
+from zerostep.comm.transport import Presence
 from zerostep.errors import TransportError
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
@@ -39,7 +39,7 @@ from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.iteration import Iteration, Phase
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_rows import LateRows
-from zerostep.step.pass_message import PassMessage, used_by_any
+from zerostep.step.pass_messages import PassMessages
 from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan
@@ -50,12 +50,8 @@ from zerostep.step.update import Updater
 from zerostep.step.weak import weakly
 from zerostep.step.whole_grads import gather_sums, owned_part, present_grads, whole_grad
 
-
-class _PendingMessage(NamedTuple):
-    """The messages of all ranks at the end of a pass; `applies` if this rank needs them to know what was used."""
-
-    ints: PendingInts
-    applies: bool
+_current_task = torch._C._current_graph_task_id
+_NO_TASK = -2  # no backward call has this number
 
 
 class Engine:
@@ -93,16 +89,18 @@ class Engine:
         self.sums = GradSums(plan)
         self._backward_update = BackwardUpdate(self.buckets, self._updater, self._control, timer)
         sink = self._backward_update if self._in_backward else self.sums
-        self.reduction = Reduction(plan, self._sum_replicas, timer, sink)
+        self.reduction = Reduction(plan, self._sum_replicas, timer, sink, weakly(self._collect))
         kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, settings.reduction)
         self.grad_ops: ShardedGradOps | AppliedGradOps = AppliedGradOps() if self._in_backward else kept
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._used_in_pass: set[int] = set()
+        self._taken_along: set[int] = set()
+        self._plain_task = _NO_TASK  # the backward call of an open pass in which small gradients are only held
         self._absent: list[int] = []
         self._paused_grads: set[int] = set()
-        self._pending_messages: list[_PendingMessage] = []
-        self._late = LateRows()
-        self.status = StepStatus(self._control, timer, self._late, weakly(self._steps_before_load), progress.facts)
+        late, before = LateRows(), weakly(self._steps_before_load)
+        self._messages = PassMessages(self._control, timer, progress, late, before, ranks.everyone.presence)
+        self.status = StepStatus(self._control, timer, late, before, progress.facts)
         self._any_gradient = False
         self._failure: BaseException | None = None
         self._on_pass: Callable[[], None] | None = None
@@ -234,6 +232,12 @@ class Engine:
 
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module; runs on autograd's thread, inside a hook."""
+        # Nearly always no more than this. A bucket's parameters are on one device, and arrive on one thread.
+        if _current_task() == self._plain_task and not self._paused and self.reduction.count(index):
+            if self.reduction.has_full:
+                with self.lock, self._noting_failure():
+                    self.reduction.launch_full()
+            return
         if self._paused:
             self._any_gradient = True
             self._paused_grads.add(index)
@@ -303,12 +307,15 @@ class Engine:
         if self._begin_update is not None and self._in_backward:
             self._backward_update.begin(self._begin_update())
         self.iteration.begin_pass()
-        self._used_in_pass = set()
+        self._taken_along = set()
         if self._reference is not None and self._whole:
             self._reference.drop()  # every pass sends whole gradients
         self.grad_ops.drop_norms()
         if self.reduction.begin():
             self._hook_trainable()
+        # A stand-in adds what autograd passes to it, in memory that is autograd's: it cannot be left there.
+        plain = self._reference is None and not self.sums.used and self._stand_ins.none_placed
+        self._plain_task = _current_task() if plain and in_backward_pass() else _NO_TASK
 
     def _discard_own_grad(self, index: int) -> None:
         """A pass was refused: leave `.grad` as it was before."""
@@ -317,6 +324,12 @@ class Engine:
             self.buckets.params[index].grad = None
 
     def _take_own_grad(self, index: int) -> None:
+        if self.reduction.is_counted(index):
+            # As below, and autograd has added it to the first one, which is sent with this pass.
+            self._refuse_second_grad(index)
+            self.end_pass()
+            self._begin_pass()
+            return
         grad, adds = self._stand_ins.take_grad(index)
         if grad is None:
             return
@@ -338,11 +351,14 @@ class Engine:
         self._take(index, grad)
         self._stand_ins.place_one(index)
 
+    def _collect(self, params: Sequence[int]) -> list[Tensor | None]:
+        """The gradients that were only counted."""
+        return self._stand_ins.take_all(params)
+
     def _take(self, index: int, grad: Tensor) -> None:
         if self._reference is not None:
             self._reference.note(index, grad, index in self.sums.used and not self._whole)
         self.reduction.arrive(index, grad)
-        self._used_in_pass.add(index)
 
     def _refuse_second_grad(self, index: int) -> None:
         if self._in_backward:
@@ -368,23 +384,25 @@ class Engine:
             self._paused_grads.update(self._own_grads())
             self._lifted = False
 
-    def end_pass(self, joined: bool = False, read: bool = True) -> None:
+    def end_pass(self, read: bool = True) -> None:
         """Launch the rest of an open pass, and learn which parameters some rank has used.
 
-        The options of a rank that has `joined` do not count. Without `read` the messages of other ranks are read by
+        Without `read` the messages of other ranks are read by
         `settle`: a joined rank may not wait for them in DDP's shadow pass, because the others first wait for DDP's.
         """
         with self.lock, self._noting_failure():
             if not self.iteration.in_pass:
                 return
+            self._plain_task = _NO_TASK
             self._take_leftovers()
             self.reduction.end()
+            self._used_in_pass = self.reduction.written - self._taken_along
             if self._in_backward or self._whole:
                 self.reduction.finish()
             self.reduction.release_scratch()
             self.sums.use(self._used_in_pass)
             failure = self._end_backward_update() if self._in_backward else None
-            self._exchange_messages(joined, read)
+            self._exchange_messages(read)
             # Before the error is raised: everything of this pass was sent, and `recover` must not send it again.
             self._failure = failure or self._failure
             self.iteration.end_pass()
@@ -411,7 +429,7 @@ class Engine:
         grad = self.buckets.params[index].grad
         if grad is not None:
             self._take(index, grad)
-            self._used_in_pass.discard(index)
+            self._taken_along.add(index)
 
     def _end_backward_update(self) -> BaseException | None:
         failure = self._backward_update.end()
@@ -419,36 +437,20 @@ class Engine:
         self._end_update()
         return failure
 
-    def _exchange_messages(self, joined: bool, read: bool) -> None:
-        used = [index in self._used_in_pass for index in range(len(self.buckets.params))]
-        message = PassMessage(self._progress.steps, self.iteration.passes, self._progress.loads, used)
-        with self._timer.phase("control"):
-            pending = self._control.start_all_gather_ints(message.to_ints())
-        if not self._control.blocks_host:
-            self.presence.device_mark(pending.done)
+    def _exchange_messages(self, read: bool) -> None:
+        used = map(self._used_in_pass.__contains__, range(len(self.buckets.params)))
         # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
         complete = len(self._used_in_pass) == self.reduction.trainable_count
-        if self._control.blocks_host or not complete:
-            self._pending_messages.append(_PendingMessage(pending, applies=not complete))
-        else:
-            self._late.add(pending, self._compare_passes)
+        self._messages.send(self.iteration.passes, list(used), complete)
         if read and not complete:
             self.read_messages()
         self._show_gradients()
 
     def read_messages(self) -> None:
         """Wait for the messages of the passes that this rank has not read yet."""
-        pending, self._pending_messages = self._pending_messages, []
-        for each in pending:
-            with self._timer.waiting("control"):
-                rows = each.ints.wait()
-            used = used_by_any(rows, len(self.buckets.params), self._steps_before_load())
-            if each.applies:
-                self._used_in_pass |= used
-                self.sums.use(used)
-
-    def _compare_passes(self, rows: Sequence[Sequence[int]]) -> None:
-        used_by_any(rows, 0, self._steps_before_load())
+        used = self._messages.read(len(self.buckets.params))
+        self._used_in_pass |= used
+        self.sums.use(used)
 
     def _steps_before_load(self) -> int:
         return self.iteration.steps - self._progress.steps
@@ -488,7 +490,7 @@ class Engine:
         with self.lock, self._noting_failure():
             self.keep_only(kept)
             self._begin_pass()
-            self.end_pass(joined=True)
+            self.end_pass()
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -532,7 +534,7 @@ class Engine:
 
     def _read_in_join(self) -> None:
         """Read what a shadow pass inside DDP has left unread."""
-        if self._pending_messages and not self._whole:
+        if self._messages.unread and not self._whole:
             before = set(self.sums.used)
             self.read_messages()
             self._stand_ins.place(set(self.sums.used) - before)
@@ -542,8 +544,10 @@ class Engine:
 
     def _own_grads(self) -> list[int]:
         """Gradients of this rank that no pass has reduced."""
-        params = enumerate(self.buckets.params)
-        return [index for index, param in params if param.requires_grad and self._has_own_grad(index)]
+        # All but stand-ins to which nothing was added; in a step these are all that there are.
+        grads = enumerate([param.grad for param in self.buckets.params])
+        others = [i for i, grad in grads if grad is not None and getattr(grad, "arrived", grad) is not None]
+        return [i for i in others if self.buckets.params[i].requires_grad and self._has_own_grad(i)]
 
     def _has_own_grad(self, index: int) -> bool:
         if self._whole and index in self._paused_grads:
@@ -564,7 +568,7 @@ class Engine:
             if all(param.grad is None for param in self.buckets.params):
                 self._all_dropped()
             return
-        dropped = [index for index in self.sums.used if self._stand_ins.was_dropped(index)]
+        dropped = self._stand_ins.all_dropped(self.sums.used)
         if dropped:
             self._drop(dropped)
 

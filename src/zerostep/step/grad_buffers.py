@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,32 +17,34 @@ class GradBuffers:
     """One buffer per bucket, made when the first gradient is written to it."""
 
     def __init__(self, plan: ReductionPlan) -> None:
-        self._plan = plan
+        self._plan, self._holdable, self._bucket_of = plan, plan.holdable, plan.bucket_of
         self._buffers: dict[int, Tensor] = {}
-        # Small gradients, held until their bucket is launched. Their memory must not be reused before that.
-        self._small: dict[int, Tensor] = {}
+        # Small gradients by bucket, held until it is launched. Their memory must not be reused before that.
+        self._small: list[dict[int, Tensor]] = [{} for _ in plan.layout.buckets]
 
     def add(self, param: int, grad: Tensor) -> None:
-        """Copy a gradient into its bucket, scaled; a small one is kept and copied with its neighbours later."""
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        if self._plan.held_back[param] and grad.stride() == self._plan.params[param].stride() and grad.is_contiguous():
-            self._small[param] = grad
+        """Copy a gradient into its bucket, scaled; a small one is held, to be copied with its neighbours later."""
+        if grad.layout is not torch.strided:
+            self._write(param, grad.to_dense())
+        elif self._holdable[param]:
+            self._small[self._bucket_of[param]][param] = grad
         else:
             self._write(param, grad)
 
     def copy_held_back(self) -> None:
         """Copy the small gradients now, because their memory is about to be reused."""
-        for bucket in {self._plan.bucket_of[param] for param in self._small}:
-            self._write_small(bucket)
+        for bucket, small in enumerate(self._small):
+            if small:
+                self._write_small(bucket)
 
-    def fill(self, bucket: int, written: set[int]) -> Tensor:
+    def fill(self, bucket: int, written: Sequence[int]) -> Tensor:
         """The full buffer of a bucket, ready to be launched; parameters that are not in `written` count as zero."""
         memory = self._memory(bucket)
         self._write_small(bucket)
-        for slot in self._plan.layout.buckets[bucket].slots:
-            if slot.param not in written:
-                memory[slot.span.start : slot.span.stop].zero_()
+        if not all(map(written.__getitem__, self._plan.members[bucket])):
+            for slot in self._plan.layout.buckets[bucket].slots:
+                if not written[slot.param]:
+                    memory[slot.span.start : slot.span.stop].zero_()
         return memory
 
     def drop(self, bucket: int) -> None:
@@ -52,7 +54,7 @@ class GradBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers and of the gradients that wait."""
-        waiting = sum(grad.nbytes for grad in self._small.values())
+        waiting = sum(grad.nbytes for small in self._small for grad in small.values())
         return waiting + sum(memory.untyped_storage().nbytes() for memory in self._buffers.values())
 
     def _memory(self, bucket: int) -> Tensor:
@@ -68,24 +70,18 @@ class GradBuffers:
         like = self._plan.params[param]
         self._scale_into(place.as_strided(like.shape, like.stride(), place.storage_offset()), grad)
 
+    @torch.no_grad()  # with create_graph=True gradients have graphs of their own
     def _write_small(self, bucket: int) -> None:
         """Copy neighbouring small gradients in one piece: two calls for a thousand of them."""
-        run, start, stop = list[Tensor](), 0, 0
-        for slot in self._plan.layout.buckets[bucket].slots if self._small else ():
-            grad = self._small.pop(slot.param, None)
-            if grad is None:
-                continue
-            if run and slot.span.start != stop:
-                self._write_run(bucket, run, start, stop)
-                run = []
-            start = start if run else slot.span.start
-            run.append(grad)
-            stop = slot.span.stop
-        if run:
-            self._write_run(bucket, run, start, stop)
-
-    def _write_run(self, bucket: int, run: list[Tensor], start: int, stop: int) -> None:
-        self._scale_into(self._memory(bucket)[start:stop], _flatten(run))
+        small, self._small[bucket] = self._small[bucket], {}
+        for params, span in self._plan.runs[bucket] if small else ():
+            run = [small[param] for param in params if param in small]
+            if len(run) == len(params):
+                self._scale_into(self._memory(bucket)[span.start : span.stop], _flatten(run))
+            else:
+                for param in params:
+                    if param in small:
+                        self._write(param, small[param])
 
     def _scale_into(self, view: Tensor, grad: Tensor) -> None:
         if grad.dtype == view.dtype:

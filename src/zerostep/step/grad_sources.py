@@ -7,12 +7,12 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from zerostep.step.ddp_hook import after_backward, as_stored, completed, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.engine import Engine
-from zerostep.step.weak import weakly
 
 Future = torch.futures.Future
 
@@ -40,17 +40,29 @@ class NoSource:
 class _ParamHooks:
     """One hook per trainable parameter, removed when the engine goes. Autograd's threads call them."""
 
-    def __init__(self, engine: Engine, register: str, call: Callable[[int], None]) -> None:
-        self._engine, self._register, self._call = ref(engine), register, weakly(call)
+    def __init__(self, engine: Engine, register: str, call: Callable[[Engine, int], None]) -> None:
+        self._engine, self._register, self._call = ref(engine), register, call
         self._hooked: set[int] = set()
         self._removers: list[Callable[[], Any]] = []
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        for index, param in enumerate(params):
+        # Called in each step, when nearly always all are hooked.
+        for index, param in enumerate(params) if len(self._hooked) < len(params) else ():
             if param.requires_grad and index not in self._hooked:
                 self._hooked.add(index)
-                handle = getattr(param, self._register)(partial(_call_with, self._call, index))
+                handle = getattr(param, self._register)(self._hook(index))
                 self._removers.append(finalize(self._engine(), handle.remove))
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        reference, call = self._engine, self._call
+
+        def hook(tensor: Tensor) -> None:  # called for each gradient: no detours
+            if is_compiling():  # compiled autograd traces this hook, and must not trace what it does
+                _call_untraced(call, reference, index)
+            elif (engine := reference()) is not None:
+                call(engine, index)
+
+        return hook
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -59,16 +71,10 @@ class _ParamHooks:
             remove()
 
 
-def _call_with(call: Callable[[int], None], index: int, tensor: Tensor) -> None:
-    if torch.compiler.is_compiling():  # compiled autograd traces this hook, and must not trace what it does
-        _call_untraced(call, index)
-    else:
-        call(index)
-
-
 @torch._dynamo.disable
-def _call_untraced(call: Callable[[int], None], index: int) -> None:
-    call(index)
+def _call_untraced(call: Callable[[Engine, int], None], reference: ref[Engine], index: int) -> None:
+    if (engine := reference()) is not None:
+        call(engine, index)
 
 
 def _raise(error: Exception) -> None:
@@ -79,7 +85,7 @@ class AutogradSource(_ParamHooks):
     """A hook on every parameter, called when its gradient is complete."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, "register_post_accumulate_grad_hook", engine.arrived)
+        super().__init__(engine, "register_post_accumulate_grad_hook", Engine.arrived)
 
 
 class DdpSource:
@@ -87,7 +93,7 @@ class DdpSource:
 
     def __init__(self, ddp: DistributedDataParallel, engine: Engine) -> None:
         self._engine, self._ddp = ref(engine), ref(ddp)
-        self._param_hooks = _ParamHooks(engine, "register_hook", engine.before_ddp_accumulates)
+        self._param_hooks = _ParamHooks(engine, "register_hook", Engine.before_ddp_accumulates)
         self._index_of: dict[Tensor, int] = {}
         # The module keeps this object alive; this object keeps neither the module nor the engine alive.
         ddp.register_comm_hook(None, self._hook)
@@ -120,7 +126,7 @@ class DdpSource:
                 engine.arrived_in_ddp(self._index_of[param], as_stored(view, param) if self._is_used(param) else None)
         engine.reduction.copy_held_back()  # DDP reuses the memory of its buckets
         if bucket.is_last() and not in_backward_pass():
-            engine.end_pass(joined=True, read=False)
+            engine.end_pass(read=False)
         return completed(bucket.buffer())
 
     def _is_used(self, param: Tensor) -> bool:

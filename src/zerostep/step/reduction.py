@@ -11,7 +11,8 @@ Buckets that are not full at the end of the pass are launched with zeros in plac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -23,6 +24,12 @@ from zerostep.step.reduction_plan import ReductionPlan
 
 # Memory at the end of backward is the owned part of the gradients plus this many buckets.
 MOST_IN_FLIGHT = 2
+
+
+Collect = Callable[[Sequence[int]], Sequence[Tensor | None]]
+# How a parameter has arrived: not yet, taken, not yet and small enough to be only counted, counted and not taken yet.
+_EXPECTED, _TAKEN, _COUNTABLE, _COUNTED = range(4)
+_TAKEN_STATES = (_TAKEN, _COUNTED)
 
 
 class SumSink(Protocol):
@@ -49,23 +56,31 @@ class _InFlight(NamedTuple):
 class Reduction:
     """The buckets of one backward pass at a time: filled, launched, in flight.
 
-    Runs on whatever thread autograd calls hooks from; the engine's lock keeps callers apart.
+    `collect` takes gradients that were counted from where they are. Runs on whatever thread autograd calls hooks from;
+    the engine's lock keeps callers apart.
     """
 
     def __init__(
-        self, plan: ReductionPlan, sum_replicas: Callable[[Tensor], Tensor], timer: PhaseTimer, sink: SumSink
+        self,
+        plan: ReductionPlan,
+        sum_replicas: Callable[[Tensor], Tensor],
+        timer: PhaseTimer,
+        sink: SumSink,
+        collect: Collect = lambda params: [None for _ in params],
     ) -> None:
-        self._sum_replicas, self._timer, self._sink = sum_replicas, timer, sink
+        self._sum_replicas, self._timer, self._sink, self._collect = sum_replicas, timer, sink, collect
         self._in_flight: deque[_InFlight] = deque()
         self._use(plan)
 
     def _use(self, plan: ReductionPlan) -> None:
         self._plan, self._buffers = plan, GradBuffers(plan)
-        self._arrived: set[int] = set()
-        self._written: set[int] = set()
+        self._bucket_of = plan.bucket_of
+        # A byte per parameter: how it has arrived in this pass, and whether it has brought a gradient.
+        self._states, self._written = bytearray(len(plan.params)), bytearray(len(plan.params))
+        self._first_states = bytes(self._states)
         self._trainable: list[bool] = []
         self._expected: dict[int, frozenset[int]] = {}
-        self._missing: dict[int, set[int]] = {}
+        self._missing: dict[int, int] = {}  # how many parameters of each bucket that is not launched
         self._order: list[int] = []
         self._next = 0
 
@@ -83,13 +98,30 @@ class Reduction:
         if changed:
             self._trainable, self._expected = trainable, self._plan.trained(trainable)
             self._order = list(self._expected)
-        self._missing = {index: set(members) for index, members in self._expected.items()}
-        self._arrived, self._written, self._next = set(), set(), 0
+            flags = zip(trainable, self._plan.holdable, strict=True)
+            self._first_states = bytes(_COUNTABLE if all(each) else _EXPECTED for each in flags)
+        self._missing = {index: len(members) for index, members in self._expected.items()}
+        self._states, self._written, self._next = bytearray(self._first_states), bytearray(len(trainable)), 0
         return changed
 
     def is_taken(self, param: int) -> bool:
         """Whether this pass can take no further gradient of a parameter."""
-        return param in self._arrived or self._plan.bucket_of[param] not in self._missing
+        return self._states[param] in _TAKEN_STATES or self._bucket_of[param] not in self._missing
+
+    def count(self, param: int) -> bool:
+        """Note that a small gradient has arrived, and leave it where it is until its bucket is launched.
+
+        False if it must be passed to `arrive`. Called for each gradient, so `launch_full` is left to the caller.
+        """
+        if self._states[param] != _COUNTABLE:
+            return False
+        self._states[param] = _COUNTED
+        self._missing[self._bucket_of[param]] -= 1
+        return True
+
+    def is_counted(self, param: int) -> bool:
+        """Whether a gradient was counted, and is still where it was."""
+        return self._states[param] == _COUNTED
 
     def arrive(self, param: int, grad: Tensor | None) -> None:
         """Take a gradient, or `None` for a parameter without one in this pass; a full bucket is launched.
@@ -98,13 +130,21 @@ class Reduction:
         """
         if grad is not None:
             self._buffers.add(param, grad.detach())
-            self._written.add(param)
-        self._arrived.add(param)
-        missing = self._missing[self._plan.bucket_of[param]]
-        missing.discard(param)
-        if not missing:
-            while self._next < len(self._order) and not self._missing[self._order[self._next]]:
-                self._launch()
+            self._written[param] = 1
+        if self._trainable[param] and self._states[param] not in _TAKEN_STATES:
+            self._missing[self._bucket_of[param]] -= 1
+        self._states[param] = _TAKEN
+        self.launch_full()
+
+    @property
+    def has_full(self) -> bool:
+        """Whether the next bucket is full."""
+        return self._next < len(self._order) and not self._missing[self._order[self._next]]
+
+    def launch_full(self) -> None:
+        """Launch the next bucket while it is full."""
+        while self.has_full:
+            self._launch()
 
     def copy_held_back(self) -> None:
         """Copy gradients that are still held, because their memory is about to be reused."""
@@ -112,7 +152,13 @@ class Reduction:
 
     def missing(self) -> list[int]:
         """The trainable parameters that have not arrived in this pass."""
-        return sorted(param for members in self._missing.values() for param in members)
+        open_members = (self._expected[bucket] for bucket, count in self._missing.items() if count)
+        return sorted(param for members in open_members for param in members if not self.is_taken(param))
+
+    @property
+    def written(self) -> set[int]:
+        """The parameters that have brought a gradient in this pass."""
+        return set(compress(range(len(self._written)), self._written))
 
     @property
     def trainable_count(self) -> int:
@@ -152,6 +198,7 @@ class Reduction:
         bucket = self._order[self._next]
         while len(self._in_flight) >= MOST_IN_FLIGHT:
             self._finish_oldest()
+        self._collect_counted(bucket)
         memory = self._buffers.fill(bucket, self._written)
         with self._timer.phase("reduce", bucket):
             pending = self._plan.exchanges[bucket].reduce(memory, self._plan.layout.buckets[bucket])
@@ -160,7 +207,16 @@ class Reduction:
         self._in_flight.append(_InFlight(bucket, pending, memory))
         del self._missing[bucket]
         self._next += 1
-        self._sink.launched(bucket, self._expected[bucket] & self._written)
+        self._sink.launched(bucket, [param for param in self._expected[bucket] if self._written[param]])
+
+    def _collect_counted(self, bucket: int) -> None:
+        """Hold the gradients of a bucket that were only counted. Some may be gone: hooks of the user may drop them."""
+        counted = [param for param in self._plan.members[bucket] if self._states[param] == _COUNTED]
+        for param, grad in zip(counted, self._collect(counted) if counted else (), strict=True):
+            self._states[param] = _TAKEN
+            if grad is not None:
+                self._buffers.add(param, grad)
+                self._written[param] = 1
 
     def _finish_oldest(self) -> None:
         bucket, pending, memory = self._in_flight.popleft()

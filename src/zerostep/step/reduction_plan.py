@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
-from zerostep.plan.layout import Layout
+from zerostep.plan.layout import Layout, Span
+
+
+class Run(NamedTuple):
+    """Parameters that lie side by side in a bucket."""
+
+    params: tuple[int, ...]
+    span: Span
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,31 @@ class ReductionPlan:
     def held_back(self) -> list[bool]:
         """For each parameter, whether its gradients are held until their bucket is launched."""
         return [spec.numel < self.small for spec in self.layout.params]
+
+    @cached_property
+    def members(self) -> list[tuple[int, ...]]:
+        """The parameters of each bucket, in the order of its memory."""
+        return [tuple(slot.param for slot in bucket.slots) for bucket in self.layout.buckets]
+
+    @cached_property
+    def holdable(self) -> bytes:
+        """For each parameter, whether any dense gradient of it may be held as it is: its elements lie in order."""
+        with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
+            return bytes(
+                held and param.is_contiguous() for held, param in zip(self.held_back, self.params, strict=True)
+            )
+
+    @cached_property
+    def runs(self) -> list[list[Run]]:
+        """The neighbours in each bucket whose gradients may be held."""
+        return [list(self._runs_in(bucket)) for bucket in range(len(self.layout.buckets))]
+
+    def _runs_in(self, bucket: int) -> Iterator[Run]:
+        slots = self.layout.buckets[bucket].slots
+        for held, together in groupby(slots, key=lambda slot: bool(self.holdable[slot.param])):
+            if held:
+                run = tuple(together)
+                yield Run(tuple(slot.param for slot in run), Span(run[0].span.start, run[-1].span.stop))
 
     def trained(self, trainable: Sequence[bool]) -> dict[int, frozenset[int]]:
         """The trainable parameters of each bucket, in launch order; buckets without one are left out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -28,8 +28,9 @@ class StandIns:
 
     def place(self, params: Iterable[int]) -> None:
         """Replace `.grad`, which is only this rank's own gradient, or nothing."""
+        all_params = self._buckets.params
         for index in params:
-            if type(self._buckets.params[index].grad) is not ShardedGradient:
+            if type(all_params[index].grad) is not ShardedGradient:
                 self.place_one(index)
 
     def place_one(self, index: int) -> None:
@@ -58,6 +59,22 @@ class StandIns:
             )
         return grad.take_arrived(), True
 
+    def take_all(self, params: Sequence[int]) -> list[Tensor | None]:
+        """This rank's own gradients of some parameters, whose place stand-ins take."""
+        all_params = self._buckets.params
+        grads: list[Tensor | None] = [all_params[index].grad for index in params]
+        if not {Tensor}.issuperset(map(type, grads)):
+            grads = [self.take_grad(index)[0] for index in params]
+        for index, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                self.place_one(index)
+        return grads
+
+    @property
+    def none_placed(self) -> bool:
+        """Whether no parameter has a stand-in now."""
+        return ShardedGradient not in set(map(type, [param.grad for param in self._buckets.params]))
+
     def keep_own_grad(self, index: int) -> None:
         """A gradient of a pass inside `no_sync()` has been added: its memory must not be autograd's."""
         grad = self._buckets.params[index].grad
@@ -77,6 +94,12 @@ class StandIns:
         if type(grad) is ShardedGradient:
             return False
         return grad is None or index not in self._lifted or self._lifted[index]() is not grad
+
+    def all_dropped(self, params: Iterable[int]) -> list[int]:
+        """Those of some parameters whose stand-in the user has removed or replaced. Called in each step for all."""
+        all_params = self._buckets.params
+        others = [index for index in params if type(all_params[index].grad) is not ShardedGradient]
+        return [index for index in others if self.was_dropped(index)]
 
     def zero_own_grads(self) -> None:
         """Zero all gradients of this rank that were not reduced yet."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerostep.errors import StepMismatchError
-from zerostep.step.pass_message import PassMessage, used_by_any
+from zerostep.step.pass_messages import PassMessage, used_by_any
 
 patient = settings(deadline=None)
 
