@@ -90,7 +90,7 @@ class _Preparing:
         return self._own["prepare_optimizer"](optimizer, device_placement=placement)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """`Accelerator.clip_grad_norm_`; a norm for the log, with `max_norm` infinite, leaves whole gradients as they are.
+        """`Accelerator.clip_grad_norm_`; a norm for the log, with `max_norm` infinite, does not edit whole gradients.
 
         Trainer asks for that in every step, and a step inside backward must refuse gradients that were edited after it.
         """
