@@ -342,7 +342,7 @@ def _typed(group: ProcessGroup) -> list[bool]:
         optimizer.train()
         optimizer.eval()
     with pytest.raises(AttributeError):
-        cut.trian()  # type: ignore[attr-defined]
+        cut.trains()  # type: ignore[attr-defined]
     return [hasattr(each, name) for each in (cut, whole, plain) for name in ("train", "eval")]
 
 
