@@ -1,5 +1,6 @@
 """Exchanges over real ranks: sums in the order of the ranks, parts of every length and dtype, and bytes counted."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -164,6 +165,21 @@ def test_words_come_to_all(pool: Pool, world: World, stream: bool) -> None:
     assert pool.run(_meet, world, stream) == [expected] * len(ranks)
 
 
+def _numbers(group: dist.ProcessGroup, stream: bool) -> str:
+    found: Exchange = _stream(group) if stream else _host(group)
+    rank = dist.get_rank(group)
+    values = [rank + 0.5, -0.0, math.inf, math.nan, 5e-324, 1.7e308]
+    return repr(found.all_gather_values(torch.tensor(values, dtype=torch.float64)).tolist())
+
+
+@MANY
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_of_every_rank_come_in_every_bit(pool: Pool, world: World, stream: bool) -> None:
+    ranks = range(_size(world))
+    expected = repr([[rank + 0.5, -0.0, math.inf, math.nan, 5e-324, 1.7e308] for rank in ranks])
+    assert pool.run(_numbers, world, stream) == [expected] * len(ranks)
+
+
 def _side_by_side(group: dist.ProcessGroup) -> bool:
     """Reduces, gathers and words under way at once, waited for in another order."""
     found, rank, world_size = _host(group), dist.get_rank(group), dist.get_world_size(group)
@@ -274,4 +290,5 @@ def test_a_world_of_one_has_nothing_to_send(pool: Pool) -> None:
     assert part.tolist() == [0, 1, 2, 3] and part.data_ptr() == memory.data_ptr()
     found.gather(memory, bucket).wait()
     assert found.start_all_gather_ints([1, 2]).wait() == [[1, 2]]
+    assert found.all_gather_values(torch.tensor([1.5, 2.0])).tolist() == [[1.5, 2.0]]
     assert (found.bytes_sent, found.bytes_received) == (0, 0)

@@ -193,11 +193,14 @@ def _never_waits(group: ProcessGroup, recipe: str, through: bool) -> None:
             done = torch.cuda.Event()
             done.record()
             with _waiting_forbidden():
+                norm = optimizer.clip_grad_norm_(1e-3)
+                left = optimizer.grad_norm()
                 optimizer.step()
             assert not done.query(), f"{way}: the host has waited for the device"
         torch.cuda.synchronize()
+        assert norm > 1e-3 and left.item() == pytest.approx(1e-3, rel=1e-2)
     with _waiting_forbidden(), pytest.raises(RuntimeError, match="synchroniz"):
-        optimizer.clip_grad_norm_(1.0)  # it has to: the mode is on
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)  # it has to: the mode is on
 
 
 @pytest.mark.parametrize(("world", "through"), [(1, False), (1, True), (2, True)])

@@ -70,6 +70,9 @@ class Exchange(Protocol):
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """Start an all-gather of a few integers; every rank gives the same number of them."""
 
+    def all_gather_values(self, values: Tensor) -> Tensor:
+        """A row of a few numbers in double precision from every rank, by rank, on their device."""
+
     def release_scratch(self) -> None:
         """Release memory that is kept for reuse: no bucket will be launched for a while."""
 
@@ -132,6 +135,10 @@ class NullExchange(_Unpooled):
         """This rank's integers."""
         return PendingInts(lambda: [list(values)])
 
+    def all_gather_values(self, values: Tensor) -> Tensor:
+        """This rank's numbers."""
+        return values.view(1, -1)
+
 
 # ---------------------------------------------------------------------- host memory
 
@@ -188,6 +195,11 @@ class HostExchange:
 
         # Gloo says that a message has come only to those who wait for it.
         return PendingInts(read, is_done=lambda: False)
+
+    def all_gather_values(self, values: Tensor) -> Tensor:
+        """As integers of the same bits; the host waits for them."""
+        rows = self.start_all_gather_ints(values.view(torch.int64).tolist()).wait()
+        return torch.tensor(rows, dtype=torch.int64).view(torch.float64).to(values.device)
 
     def release_scratch(self) -> None:
         """Release the pools' free memory; what is in flight stays."""
@@ -319,6 +331,12 @@ class StreamExchange(_Unpooled):
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
         """In stream order, as everything here."""
         return self._transport.start_all_gather_ints(values)
+
+    def all_gather_values(self, values: Tensor) -> Tensor:
+        """In stream order: no host waits."""
+        rows = values.new_empty((self._world, values.numel()))
+        rows[self._rank] = values
+        return self._transport.start_all_gather(rows.view(-1), None).wait().view_as(rows)
 
     def _parts(self, memory: Tensor, bucket: Bucket) -> list[Tensor] | None:
         """Every rank's part; `None` if they are equally long and fill the memory, so that no view needs to be made."""

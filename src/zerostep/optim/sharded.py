@@ -500,9 +500,12 @@ class ShardedOptimizer(PartitionedOptimizer):
         return self._as_norm(self._clip(math.inf, norm_type))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; returns the norm they had."""
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm they had.
+
+        On an accelerator with NCCL no host waits for it, unless it is to raise an `error_if_nonfinite`.
+        """
         if error_if_nonfinite:
-            total = self._clip(math.inf, norm_type)
+            total = float(self._clip(math.inf, norm_type))
             if not math.isfinite(total):
                 raise RuntimeError(
                     f"the norm of order {norm_type} of all gradients is {total}, which cannot be clipped: look for the "
@@ -510,14 +513,14 @@ class ShardedOptimizer(PartitionedOptimizer):
                 )
         return self._as_norm(self._clip(float(max_norm), norm_type))
 
-    def _clip(self, max_norm: float, norm_type: float) -> float:
+    def _clip(self, max_norm: float, norm_type: float) -> Tensor:
         if self._join is not None and self._join_config.enable:
             self._training.engine.settle()
             self._join.clip(max_norm, float(norm_type))
         return self._training.clip(max_norm, float(norm_type))
 
-    def _as_norm(self, value: float) -> Tensor:
-        return torch.tensor(value, device=self.join_device)
+    def _as_norm(self, value: Tensor) -> Tensor:
+        return value.to(self.join_device, torch.get_default_dtype())
 
     # ------------------------------------------------------------------ state
 

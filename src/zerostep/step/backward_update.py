@@ -122,11 +122,11 @@ class AppliedGradOps:
         """Refused."""
         raise _too_late()
 
-    def total_norm(self, norm_type: float) -> float:
+    def total_norm(self, norm_type: float) -> Tensor:
         """Refused."""
         raise _too_late()
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: Tensor) -> None:
         """Refused."""
         raise _too_late()
 

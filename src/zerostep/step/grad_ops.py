@@ -57,29 +57,37 @@ class ShardedGradOps:
 
     # ------------------------------------------------------------------ all gradients
 
-    def total_norm(self, norm_type: float) -> float:
-        """The norm of all gradients together, the same on all ranks."""
+    def total_norm(self, norm_type: float) -> Tensor:
+        """The norm of all gradients together, the same on all ranks: a number in double precision, on their device."""
         if norm_type <= 0:
             # Zeros count: those in a bucket that stand for parameters without a gradient must not.
-            return self._norm_of_norms(norm_type)
-        mine = power_sum(self._all_parts(), norm_type)
-        total = combine(self._buckets.exchanges[0], [mine], norm_type)[0] if self._scattered else mine
-        return root(total, norm_type)
+            norms = self._norms_of(self._settled(), norm_type)
+            return torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.sum()
+        return root(
+            self._together(power_sum(self._all_parts(), norm_type, self._device).view(1), norm_type)[0], norm_type
+        )
 
-    def _norm_of_norms(self, norm_type: float) -> float:
-        """The norm of the norms of all gradients, as torch defines it."""
-        self._settle()
-        sums = [power_sum(self._parts([index]), norm_type) for index in sorted(self._sums.used)]
-        totals = combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
-        norms = torch.tensor([root(total, norm_type) for total in totals], dtype=torch.float64)
-        return float(torch.linalg.vector_norm(norms, norm_type)) if len(norms) else 0.0
+    def _norms_of(self, params: Sequence[int], norm_type: float) -> Tensor:
+        """The norm of each of some gradients; a collective if it is in parts."""
+        sums = [power_sum(self._parts([index]), norm_type, self._device) for index in params]
+        return root(self._together(torch.stack(sums), norm_type), norm_type) if sums else self._no_norms()
 
-    def scale(self, factor: float) -> None:
+    def _together(self, sums: Tensor, norm_type: float) -> Tensor:
+        return combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
+
+    def _no_norms(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float64, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._buckets.params[0].device
+
+    def scale(self, factor: Tensor) -> None:
         """Multiply all gradients."""
         self._note_edit()
         with torch.no_grad():
             for part in self._all_parts():
-                part.mul_(factor)
+                part.mul_(factor.to(part.device))
 
     def clear(self) -> None:
         """Set all sums to zero, which are complete; their parameters still count as used."""
@@ -106,18 +114,20 @@ class ShardedGradOps:
         self._passes.settle()
         self._passes.finish()
 
+    def _settled(self) -> list[int]:
+        """The parameters that have a gradient, when all sums are there."""
+        self._settle()
+        return sorted(self._sums.used)
+
     # ------------------------------------------------------------------ what torch's functions do to `.grad`
 
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
         """The norm of each whole gradient; those of all parameters take one exchange."""
         self._refuse_joining()
         if self._norms is None or self._norms[0] != norm_type:
-            self._settle()
-            used = sorted(self._sums.used)
-            sums = [power_sum(self._parts([index]), norm_type) for index in used]
-            totals = combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
-            roots = (root(total, norm_type) for total in totals)
-            self._norms = norm_type, {i: self._as_norm(i, value) for i, value in zip(used, roots, strict=True)}
+            used = self._settled()
+            found = zip(used, self._norms_of(used, norm_type), strict=True)
+            self._norms = norm_type, {index: self._as_norm(index, value) for index, value in found}
         return [self._norms[1][index] for index in params]
 
     def edit(self, params: Sequence[int], change: Callable[[Tensor], Any]) -> None:
@@ -158,6 +168,6 @@ class ShardedGradOps:
         start = self._buckets.layout.buckets[fragment.bucket].owned(self._buckets.rank).start
         return None if sums is None else sums[fragment.place.start - start : fragment.place.stop - start]
 
-    def _as_norm(self, index: int, value: float) -> Tensor:
+    def _as_norm(self, index: int, value: Tensor) -> Tensor:
         param = self._buckets.params[index]
-        return torch.tensor(value, dtype=param.dtype.to_real(), device=param.device)
+        return value.to(param.device, param.dtype.to_real())

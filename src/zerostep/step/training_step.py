@@ -227,11 +227,14 @@ class TrainingStep:
         self.check_usable()
         self.synchronize()
 
-    def clip(self, max_norm: float, norm_type: float) -> float:
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """The norm of all gradients, which are scaled down to `max_norm` unless that is infinite."""
         total = self._engine.grad_ops.total_norm(norm_type)
-        if max_norm != math.inf and not (factor := max_norm / (total + 1e-6)) >= 1.0:
-            self._engine.grad_ops.scale(factor)
+        if max_norm != math.inf:
+            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            # On an accelerator one is a factor, too: whether it is would have to be waited for.
+            if factor.device.type != "cpu" or factor.item() != 1.0:
+                self._engine.grad_ops.scale(factor)
         return total
 
     # ------------------------------------------------------------------ other methods of the inner optimizers
