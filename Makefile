@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests benchmarks examples docs
 
-.PHONY: help demo test test-integrations test-kills fuzz chaos lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-scale bench-communication bench-gpu docs clean
+.PHONY: help demo test test-integrations test-kills fuzz chaos lint format bench bench-quick bench-drop-in bench-overlap bench-sharded bench-backward bench-checkpoint bench-host bench-scale bench-communication bench-gpu docs clean
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
@@ -17,7 +17,7 @@ help:
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make bench-quick   the main entries on two models and two ranks, in two minutes"
 	@echo "make bench   all cases and peers, checkpoints and scale, in fifteen minutes"
-	@echo "make bench-drop-in, -overlap, -sharded, -backward, -checkpoint, -scale, -communication, -gpu   each alone, at length"
+	@echo "make bench-drop-in, -overlap, -sharded, -backward, -checkpoint, -host, -scale, -communication, -gpu   each alone, at length"
 	@echo "make docs    the documentation as a site, in build/docs; warnings are errors"
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -106,6 +106,9 @@ bench-backward: $(VENV)/installed
 
 bench-checkpoint: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checkpoint
+
+bench-host: $(VENV)/installed
+	$(BIN)/python -m benchmarks.host --json $(RUN)-host.json
 
 bench-scale: $(VENV)/installed
 	$(BIN)/python -m benchmarks.scale --model small,large

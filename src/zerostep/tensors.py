@@ -29,6 +29,14 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def recorded_event(device: torch.device) -> torch.Event:
+    """An event behind all that was launched on the current stream of an accelerator."""
+    event = torch.Event(device)
+    # Without a stream it would be one of the current device, which may be another.
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 def flat_alias(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, sharing its storage and version counter but not its graph."""
     alias = tensor.detach()

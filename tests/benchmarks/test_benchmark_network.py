@@ -1,16 +1,15 @@
 """Network namespaces of benchmarks are removed, however the benchmark ends."""
 
-import fcntl
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.network import NetworkError, obstacle, shaped
+from tests.helpers.hosts import needs_root, nobody_else_lays
 
 ROOT = Path(__file__).parents[2]
 # A shell that starts its commands in the background has them ignore SIGINT, and so would this one.
@@ -26,13 +25,9 @@ with shaped(2, "1gbit"):
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Whoever lays a network cleans up after the dead: one test at a time, in whatever process."""
-    with open(Path(tempfile.gettempdir(), "zerostep-network-tests.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Nobody removes what these tests leave behind on purpose."""
+    with nobody_else_lays():
         yield
-
-
-needs_root = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
 def of(process: int) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import communication
+from benchmarks import communication, host
 from benchmarks.census import first_steps, sorted_calls
 from benchmarks.communication import FORECAST, MODELS, Point, constants, divided, fit
 from benchmarks.picture import floor, lines
@@ -215,3 +215,11 @@ def test_another_run_lies_where_the_table_says(rounds: int) -> None:
         inside += found[0] <= ours.median / other.median <= found[1]
     assert 0.90 <= inside / 400 <= 0.999
     assert another_run(Timing((1.0,)), Timing((2.0,))) is None
+
+
+def test_the_host_s_time_is_what_comes_on_top_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {host.BARE: [10.0, 10.0, 13.0], "ours": [14.0, 15.0, 16.0]}
+    monkeypatch.setattr(host, "measure", lambda count, rounds: taken)
+    bare, ours = host.report([7], 3)
+    assert (bare["median"], ours["median"]) == (10.0, 5.0) and ours["low"] <= 5.0 <= ours["high"]
+    assert "| ours " in host.table([bare, ours]) and "5.0 (" in host.table([bare, ours])

@@ -152,17 +152,25 @@ def _no_batch() -> float:
     raise FaultError("no batch")
 
 
+CALLS = (
+    "StepMismatchError",
+    r"rank <victim> is in call 4 of step\(\)",
+    "let a closure fail on all ranks",
+    REMEDY,
+)
+
+
 @scenario(
     "closure-raises-on-one-rank",
     "F32",
-    Told("StepMismatchError|rank <victim>|(?i:timed? ?out|closed by peer|reset by peer)", victim="no batch"),
-    modes=("drop-in", *BARE, *IN_DDP),
+    Told(CALLS, victim=("no batch", *CALLS)),
+    modes=ALL,
     warm=False,
     after="checkpoint",
     lost=ONE_STEP,
 )
 def _closure_on_one_rank(stage: Stage) -> None:
-    """One rank leaves out a step, and goes on with the next: the others, at the latest when it is done, are told."""
+    """One rank leaves out a step, and goes on with the next, which takes part in the others' present one."""
     stage.group_with(5.0)
     training = stage.trained()
 
@@ -174,8 +182,8 @@ def _closure_on_one_rank(stage: Stage) -> None:
         return 0.0
 
     stage.goes_on_or_raises(lambda: training.optimizer.step(closure))
-    stage.goes_on_or_raises(lambda: training.run(STEP + 1, STEP + 2))
-    assert stage.report.notes, "nobody has noticed the step that is missing"
+    if stage.is_victim or not stage.report.notes:
+        stage.goes_on_or_raises(lambda: training.run(STEP + 1, STEP + 2))
     stage.meet("over")
 
 

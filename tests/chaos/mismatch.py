@@ -314,6 +314,33 @@ def _skipped_step(stage: Stage) -> None:
     stage.meet("over")
 
 
+# The others wait for its last step: DDP's waits end in DDP's error, ours are reported, with the step it was seen in.
+_ONE_EARLY = Told(("Not there: rank <victim>: outside of zerostep, after step 4",), victim="")
+_LEFT_OUT = {
+    **_SIDED,
+    "modes": ("drop-in", "hook", *BARE, *IN_DDP, "backward"),
+    "told_in": {"drop-in": Told(DDP_WAITS, victim="")},
+}
+
+
+@scenario("one-iteration-left-out", "F05", _ONE_EARLY, **_LEFT_OUT)
+def _skipped_iteration(stage: Stage) -> None:
+    """Neither backward nor `step()` on one rank: its next iteration is taken for the others' present one."""
+    stage.group_with(4.0)
+    training = stage.trained(stall_seconds=1.0)
+    with stage.warnings():
+        stage.mark()
+        if not stage.is_victim:
+            training.run(STEP)
+        else:
+            training.run(STEP + 1)
+        training.run(STEP + 2)
+        if not stage.is_victim:
+            stage.goes_on_or_raises(lambda: training.run(STEP + 3))
+            assert stage.report.notes, "nobody was told"
+    stage.meet("over")
+
+
 # In overlap mode a backward pass is a step: the others are done when the one with a step more waits for them.
 _PASSES = {
     **_SIDED,

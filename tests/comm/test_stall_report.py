@@ -15,6 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zerostep
 from tests.helpers.pool import Crew, Pool, run_fresh
@@ -250,3 +253,63 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (-1, "soon", float("nan")):
         with pytest.raises(ValueError, match="stall_seconds must be a number of seconds"):
             check_stall_seconds(wrong)
+
+
+# Steps inside backward, and the numbers of the ranks of a mesh.
+
+
+class Busy(torch.optim.SGD):
+    """Waits, while `busy` is set, until somebody has said who is missing."""
+
+    busy = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.busy:
+            _store().clone().wait(["heard"], PATIENCE)
+        return super().step(closure)
+
+
+def _busy_in_backward(group: dist.ProcessGroup) -> list[str]:
+    heard, model = Heard(), DDP(nn.Linear(4, 4), process_group=group)
+    zero = zerostep.ZeroRedundancyOptimizer(
+        model.parameters(), Busy, group, overlap_with_ddp=True, stall_seconds=LIMIT, lr=0.1
+    )
+    model.register_comm_hook(group, zerostep.hook_with_zero_step(allreduce_hook, model, zero))
+    for step in range(3):
+        zero.optim.busy = step == 2 and dist.get_rank(group) == 1  # type: ignore[attr-defined]
+        model(torch.ones(2, 4)).sum().backward()
+    return heard.texts
+
+
+def test_an_update_inside_backward_is_a_phase(pool: Pool) -> None:
+    first, second = pool.run(_busy_in_backward, 2)
+    assert second == []
+    assert len(first) == 1 and "in step 3, gather of bucket 0" in first[0], first
+    assert "Not there: rank 1: in step 3, update of bucket 0, not waiting" in first[0]
+
+
+def _one_of_a_mesh_ends(group: dist.ProcessGroup, directory: Path) -> None:
+    torch.manual_seed(0)
+    mesh, model, rank = init_device_mesh("cpu", (2, 2)), nn.Linear(8, 8), dist.get_rank(group)
+    optimizer = zerostep.ShardedOptimizer(model, torch.optim.Adam, process_group=mesh)
+    for step in range(4):
+        if step == 2 and rank == 3:
+            os._exit(3)
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            (directory / str(rank)).write_text(str(error))
+            os._exit(1)  # as a program ends: the others wait for it, too
+
+
+def test_errors_of_a_mesh_have_the_numbers_of_all_its_ranks(tmp_path: Path) -> None:
+    """Rank 3 is number 1 of its row and of its column."""
+    outcomes = run_fresh(_one_of_a_mesh_ends, 4, tmp_path, deadline=60)
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1, 1, 3]
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+    assert "receiving from rank 3 failed" in texts[2] or "sending to rank 3 failed" in texts[2], texts[2]
+    assert "the all-reduce of ranks 1, 3 failed" in texts[1], texts[1]
+    # Rank 0 shares nothing with rank 3: the notes of the others say whom they have lost.
+    assert "because it lost rank 3" in texts[0], texts[0]

@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.helpers.pool import HOST, LOOPBACK, PRELOAD
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
@@ -142,14 +142,6 @@ def test_uneven_inputs_end_with_the_same_parameters() -> None:
     assert first[:3] == [0, 10, 15]
     assert second[:3] == [1, 15, 15]
     assert first[3] == second[3]
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @contextmanager

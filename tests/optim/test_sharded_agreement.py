@@ -199,3 +199,67 @@ def _world_of_one(group: ProcessGroup) -> None:
 
 def test_a_world_of_one_has_nobody_to_differ_from(pool: Pool) -> None:
     pool.run(_world_of_one, 1)
+
+
+# Layouts that differ although all that was passed is equal.
+
+
+class _Layers(nn.Module):
+    """Two layers of one shape, which may be registered in another order."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(16, 16, bias=False))
+
+
+def _other_places(group: ProcessGroup) -> str:
+    model = _Layers("ba" if dist.get_rank(group) == 2 else "ab")
+    named = [(name, model.get_parameter(name)) for name in ("a.weight", "b.weight")]
+    with pytest.raises(ValueError) as caught:
+        sharded(group, in_ddp(group, model), params=named)
+    return str(caught.value)
+
+
+def test_another_order_of_the_model_is_told_by_the_first_parameter_that_lies_elsewhere(pool: Pool) -> None:
+    for text in pool.run(_other_places, 3):
+        assert text.startswith(
+            "the ranks disagree on the place of parameter 'a.weight', which follows from the order of parameters in "
+            "the model: rank 0 has elements 0 to 256 of bucket 1, with owners 0, 1, 2, but rank 2 has elements 0 to "
+            "256 of bucket 0, with owners 0, 1, 2; build the optimizer from the same parameters"
+        )
+
+
+def _class_with(coupled: bool) -> type[SGD]:
+    class Own(SGD):
+        def step(self, closure: Any = None) -> Any:
+            """A step of SGD, of length one if `coupled`."""
+            for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+                scale = 1 / param.grad.norm() if coupled else 1.0
+                param.data.sub_(param.grad * scale, alpha=0.1)
+
+    return Own
+
+
+def _other_trial(group: ProcessGroup) -> str:
+    model = _Layers("ab")
+    with pytest.raises(ValueError) as caught:
+        sharded(group, model, _class_with(coupled=dist.get_rank(group) > 0), lr=0.1)
+    return str(caught.value)
+
+
+def test_a_class_that_may_be_cut_on_one_rank_alone(pool: Pool) -> None:
+    for text in pool.run(_other_trial, 3):
+        assert "disagree on whether parameter 'a.weight' may be cut: rank 0 has yes, but ranks 1, 2 have no; " in text
+
+
+def _three_values(group: ProcessGroup) -> str:
+    with pytest.raises(ValueError) as caught:
+        sharded(group, _Layers("ab"), lr=0.1 * 2 ** dist.get_rank(group))
+    return str(caught.value)
+
+
+def test_every_value_is_told_with_its_ranks(pool: Pool) -> None:
+    for text in pool.run(_three_values, 3):
+        values = [text.partition(f"rank {rank} has ")[2].partition("}")[0] for rank in range(3)]
+        assert [f"lr={0.1 * 2**rank}" in value for rank, value in enumerate(values)] == [True] * 3, text

@@ -145,3 +145,47 @@ def _gradients_stay_closed(group: ProcessGroup) -> None:
 
 def test_a_converted_gradient_can_be_read_no_more_than_before(pool: Pool) -> None:
     pool.run(_gradients_stay_closed, 2)
+
+
+# A cast that is undone before anyone looks. DDP loses its hooks by it.
+
+
+@torch.no_grad()
+def _rounded(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.copy_(param.bfloat16())
+
+
+def _undone(group: ProcessGroup, way: str, ours: dict[str, Any]) -> None:
+    (model, optimizer), (twin, other) = (Contest(ours=ours).sharded(group, way) for _ in range(2))
+    for number, batch in enumerate(series(group, 4)):
+        if number == 2:
+            model.bfloat16()
+            model.float()
+            _rounded(twin)
+        for each, its in ((model, optimizer), (twin, other)):
+            its.zero_grad()
+            backward(each, batch)
+            its.step()
+    assert_same_bits(values(model), values(twin))
+    assert_same_state_dict(whole_state(optimizer), whole_state(other))
+
+
+def _lost_by_ddp(group: ProcessGroup, way: str, ours: dict[str, Any]) -> None:
+    for _ in range(2):  # the error changes nothing, and comes again
+        with pytest.raises(RuntimeError, match=r"'\S+' was cast or moved, and put back.* no longer sums its gradient"):
+            _undone(group, way, ours)
+
+
+def _sums_by_ddp(way: str) -> bool:
+    return way.endswith("all") and not way.startswith("bare")
+
+
+@pytest.mark.parametrize(("way", "ours"), [each for each in MODES if not _sums_by_ddp(each[0])], ids=str)
+def test_a_cast_that_is_undone_rounds_the_parameters(pool: Pool, way: str, ours: dict[str, Any]) -> None:
+    pool.run(_undone, 2, way, ours)
+
+
+@pytest.mark.parametrize(("way", "ours"), [each for each in MODES if _sums_by_ddp(each[0])], ids=str)
+def test_a_cast_that_is_undone_is_refused_where_ddp_sums(pool: Pool, way: str, ours: dict[str, Any]) -> None:
+    pool.run(_lost_by_ddp, 2, way, ours)

@@ -13,10 +13,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
+from time import sleep
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from zerostep.checkpoint.manifest import (
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.tensor_file import sync_directory, write_tensors
 from zerostep.checkpoint.weights import describe_weights, own_weights
-from zerostep.comm.agreement import Fact, agreed
+from zerostep.comm.agreement import Fact, agreed, short_list
 from zerostep.comm.background import PendingSave
 from zerostep.comm.codec import encode
 from zerostep.comm.objects import copy_object, gather_object
@@ -219,6 +220,7 @@ def _write(transport: Transport, content: _Content, extras: list[str]) -> None:
                 if transport.rank == 0:
                     _make_parents(content.path)
                     lock.enter_context(locked_draft(draft))
+            _ensure_shared(transport, content.path, draft)
             written = _run_with_heartbeat(transport, lambda: _write_own(content, draft, token))
             with agreed(transport), _reporting_write_errors(content.path, transport.rank):
                 record = written.result()
@@ -230,6 +232,40 @@ def _write(transport: Transport, content: _Content, extras: list[str]) -> None:
             if transport.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             raise
+
+
+def _ensure_shared(transport: Transport, path: Path, draft: Path) -> None:
+    """Raise, on all ranks and before anything is written, if a rank does not see the draft that rank 0 has made."""
+    if all(row[0] for row in transport.all_gather_ints([_is_seen(draft)])):
+        return
+    waited = _run_with_heartbeat(transport, lambda: _wait_until_seen(draft))
+    with agreed(transport):
+        seen = waited.result()
+    blind = [rank for rank, row in enumerate(transport.all_gather_ints([seen])) if not row[0]]
+    if blind:
+        who = f"ranks {short_list(blind)} do" if len(blind) > 1 else f"rank {blind[0]} does"
+        raise CheckpointError(
+            f"{path} cannot be saved: {who} not see what rank 0 has made in {path.parent}, so this directory is not "
+            "shared by all hosts, and nothing was written: save to a file system that all ranks see, or collect the "
+            "state on one rank with optimizer.consolidate_state_dict()"
+        )
+
+
+def _is_seen(draft: Path) -> bool:
+    if draft.is_dir():
+        return True
+    # A client of NFS remembers for up to a minute that the parent was not there; an attempt to make it asks the server.
+    with suppress(OSError):
+        draft.parent.mkdir(parents=True, exist_ok=True)
+    return draft.is_dir()
+
+
+def _wait_until_seen(draft: Path) -> bool:
+    """Return whether the draft is seen in time; runs in the thread of `_run_with_heartbeat`."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not (seen := _is_seen(draft)) and time.monotonic() < deadline:
+        sleep(0.05)
+    return seen
 
 
 def _run_with_heartbeat(transport: Transport, function: Callable[[], T]) -> Future[T]:
@@ -311,11 +347,6 @@ def _make_parents(path: Path) -> None:
 
 def _write_own(content: _Content, draft: Path, token: str) -> FileRecord | None:
     """Write this rank's file; runs in the thread of `_run_with_heartbeat`."""
-    deadline = time.monotonic() + _SEEN_SECONDS
-    while not draft.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if not draft.is_dir():
-        raise CheckpointError(f"{draft} is not seen by every rank: save to a file system that all ranks share")
     if not content.writes:
         return None
     total = sum(tensor.nbytes for tensor in content.tensors.values())

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from zerostep.comm.stream import broadcast_bytes
 from zerostep.comm.transport import Transport
 from zerostep.errors import CheckpointError
 from zerostep.plan.groups import Group, all_params, options
-from zerostep.plan.layout import ParamSpec
+from zerostep.plan.layout import Bucket, Layout, ParamSpec
 from zerostep.tensors import is_dense
 from zerostep.version import __version__
 
 _READY, _FAILED = 0, 1
+_MOST_VALUES = 3  # that an error shows beside that of rank 0
 _TEXT_INTS = 64  # longer texts are cut: all ranks must gather equally many integers
 _REMEDY = "build the optimizer from the same parameters, in the same order and with the same options, on every rank"
 # A peer's error is raised as the same class if it is one of these, else as RuntimeError.
@@ -138,6 +139,34 @@ def facts_of(
     return facts
 
 
+def layout_facts(layout: Layout, names: Sequence[str]) -> list[Fact]:
+    """Where each parameter lies and who owns it, in words; `names` are those that the ranks know them by.
+
+    It follows from facts that come before, but for the order of the model's parameters, what a trial step of the class
+    has shown, and this package itself.
+    """
+    facts = []
+    for index, (name, spec) in enumerate(zip(names, layout.params, strict=True)):
+        facts.append(Fact(f"whether parameter {name!r} may be cut", "yes" if spec.splittable else "no"))
+        bucket, span = layout.place_of(index)
+        owners = short_list([fragment.rank for fragment in layout.fragments_of(index)])
+        facts.append(
+            Fact(
+                f"the place of parameter {name!r}, which follows from the order of parameters in the model",
+                f"elements {span.start} to {span.stop} of bucket {bucket}, with owners {owners}",
+            )
+        )
+    facts += [Fact(f"the parts of bucket {index}", _describe_parts(each)) for index, each in enumerate(layout.buckets)]
+    return facts
+
+
+def _describe_parts(bucket: Bucket) -> str:
+    lengths = [stop - start for start, stop in pairwise(bucket.cuts)]
+    if len(set(lengths)) == 1:
+        return f"{len(lengths)} parts of {lengths[0]} elements"
+    return f"parts of {', '.join(map(str, lengths))} elements"
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}={_describe(value[key])}" for key in sorted(value, key=str)) + "}"
@@ -166,16 +195,21 @@ def _raise_difference(transport: Transport, facts: Sequence[Fact], remedy: str) 
     values = [ints_to_text(row) for row in transport.all_gather_ints(text_to_ints(mine.value))]
     title = next(text for text in map(ints_to_text, titles) if text)
     others = [rank for rank, row in enumerate(rows) if row[0] == index]
-    theirs = values[others[0]]
-    raise ValueError(
-        f"the ranks disagree on {title}: rank 0 has {values[0]}, but {_ranks_have(others)} {theirs}; {remedy}"
-    )
+    raise ValueError(f"the ranks disagree on {title}: {_by_value(values, others)}; {remedy}")
 
 
-def _ranks_have(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    return f"ranks {short_list(ranks)} have other things, the first of them"
+def _by_value(values: Sequence[str], others: Sequence[int]) -> str:
+    """What rank 0 has, and what those ranks have that differ from it."""
+    ranks: dict[str, list[int]] = {}
+    for rank in others:
+        ranks.setdefault(values[rank], []).append(rank)
+    told = [f"{_have(those)} {value}" for value, those in list(ranks.items())[:_MOST_VALUES]]
+    more = f", and {len(ranks) - _MOST_VALUES} more values" if len(ranks) > _MOST_VALUES else ""
+    return f"rank 0 has {values[0]}, but {', '.join(told)}{more}"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {short_list(ranks)} have"
 
 
 def short_list(ranks: Sequence[int]) -> str:

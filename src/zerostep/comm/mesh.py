@@ -81,7 +81,7 @@ def _resolve_rows(mesh: DeviceMesh, device: torch.device | None) -> Ranks:
     """The ranks of a mesh whose rows each divide one copy."""
     positions, group = _positions(mesh.mesh.tolist()), _whole_group(mesh)
     ranks = sorted(mesh.mesh.flatten().tolist())
-    presence = Presence(ranks, ranks.index(dist.get_rank()), names_peers=False)
+    presence = Presence(ranks, ranks.index(dist.get_rank()))
     shards, replicas = (connect(mesh.get_group(dim), device, presence) for dim in (1, 0))
     everyone = connect(group, device, presence)
     return Ranks(everyone, control_of(everyone), shards, replicas, group, positions)

@@ -108,6 +108,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         All ranks call it. The copy stays until the next consolidation or `release_state_dict()`.
         """
         self._check_usable()
+        self._audits.finish()
         if not isinstance(to, int) or not 0 <= to < self.world_size:
             raise ValueError(f"`to` must be a rank of the group, 0 to {self.world_size - 1}; got {to!r}")
         self._all_state_dicts = []
@@ -164,6 +165,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _audit_subject(self) -> AuditSubject:
         """What an audit compares, once all parameters are in place."""
 
+    @calling("audit")
     def audit(self) -> AuditReport:
         """Compare over all ranks, bit for bit, what must be the same on them; all ranks call it.
 
@@ -173,6 +175,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """
         self._refuse_joining()
         self._check_usable()
+        self._audits.finish()
         return audit(self._audit_subject())
 
     def _audit_after_step(self, step: int) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, facts_of
+from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
@@ -102,8 +102,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             parameters, but at least 1 and at most 5; on an accelerator a 32nd, but at least 25 and at most 100.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
-        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
-            step or more later.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes
+            four steps later.
         stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
             times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
@@ -151,7 +151,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.control) as agreement:
-            self._audits = Audits(audit_every)
+            self._audits = Audits(audit_every, self._health)
             self._build(params, verify)
             broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
@@ -223,12 +223,13 @@ class ShardedOptimizer(PartitionedOptimizer):
         default = self._planner.default_class
         classes = [getattr(class_of(group, default), "__qualname__", "another") for group in self.param_groups]
         wrapped = "wrapped in DDP" if self._ddp is not None else "bare"
+        specs = self._specs_with_model_names()
         return [
-            *facts_of(self.param_groups, self._specs_with_model_names(), default, with_strides=True),
+            *facts_of(self.param_groups, specs, default, with_strides=True),
             Fact("the optimizer classes of the groups", ", ".join(classes)),
             Fact("the settings", f"{self._settings}, {wrapped}"),
             *broadcast,
-            Fact("the layout", self._layout.digest()),
+            *layout_facts(self._layout, [spec.name for spec in specs]),
         ]
 
     def _specs_with_model_names(self) -> list[ParamSpec]:
@@ -408,7 +409,8 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         A closure is evaluated once, first; returns what it returns.
         """
-        closure = evaluated(closure)
+        with self._training.calling_closure():
+            closure = evaluated(closure)
         self._refuse_step_without_sync()
         if self._join is not None and self._join_config.enable:
             self._check_order()
@@ -435,6 +437,10 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _check_usable(self) -> None:
         self._training.check_usable()
+
+    def _ensure_complete(self) -> None:
+        self._training.ensure_complete()
+        self._audits.finish()
 
     def _give_up(self, description: str) -> None:
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
@@ -552,6 +558,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         buckets.follow_params()
         return AuditSubject(
             everyone=self._ranks.everyone,
+            control=self._ranks.control,
             positions=self._ranks.positions,
             specs=self._layout.params,
             params=buckets.params,
@@ -574,7 +581,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
             step=self._training.count,
             saves=self._saves,
-            ensure_complete=self._training.ensure_complete,
+            ensure_complete=self._ensure_complete,
             param_states=self._state.leaves.param_states,
             global_state=lambda: self._inners.named,
             group_optimizer=self._state.group_optimizer,

@@ -57,6 +57,7 @@ from zerostep.step.overlap_state import OverlapHost, OverlapState
 from zerostep.step.place import NONE, OWN, SOME, UNKNOWN, Place, Progress
 from zerostep.step.step_status import FAILED, UPDATED, PeerFailedError, compare_status
 from zerostep.step.weak import weakly
+from zerostep.tensors import recorded_event
 
 logger = logging.getLogger("zerostep")
 
@@ -72,8 +73,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
             view of it. Saves the copies into and out of the transfer, at the price of changed storage.
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
-        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes a
-            step or more later. With `overlap_with_ddp=True` the audit is made as the next backward pass begins.
+        audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes
+            four steps later. With `overlap_with_ddp=True` the audit is made as the next backward pass begins.
         stall_seconds: log a warning that says which ranks have not come when this one has waited for so long; five
             times as long in the first step. `ZEROSTEP_STALL_SECONDS` or 60 if not given; 0, `None` or `"off"` for none.
         **defaults: options for the inner optimizer.
@@ -123,13 +124,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         with agreed(self._control) as agreement:
             if error is not None:
                 raise error
-            self._audits = Audits(audit_every)
+            self._audits = Audits(audit_every, self._health)
             self._build(groups, optimizer_class, defaults)
             agreement.compare([*self._facts(), Fact("audit_every", repr(audit_every))])
             samples = self._sample_values(first=0)
         samples.compare(self._control, must_be_equal=True)
-        # Steps inside backward run beside DDP's messages, and audits of them too.
+        # Steps inside backward run beside DDP's messages, and audits of them too. In stream order they have one place.
         overlapped = overlap_with_ddp and audit_every is not None and self.world_size > 1
+        overlapped = overlapped and not self._transport.stream_ordered(self.join_device)
         self._audit_transport = self._transport.companion() if overlapped else self._transport
         self._prepare_memory()
         self.initialized = True
@@ -234,12 +236,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """
         self._check_usable()
         if self._overlap_state is not None:
-            loss = evaluated(closure)  # its backward pass updates the parameters
+            with self._progress.calling_closure():
+                loss = evaluated(closure)  # its backward pass updates the parameters
             self._overlap_state.refuse_step(scaled=getattr(self, "found_inf", None) is not None, alone=loss is None)
             return None if loss is None else loss()
         if self._join is not None and self._join_config.enable:
             # The closure comes first: a DDP module that runs in it may announce this iteration in our place.
-            closure = evaluated(closure)
+            with self._progress.calling_closure():
+                closure = evaluated(closure)
             self._join.step()
         with self._present():
             loss = self._step_and_sync(closure, kwargs)
@@ -256,10 +260,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             yield
         finally:
             presence.end_step(self._steps, complete=self._steps > before)
-        if self._steps > before and self._transport.stream_ordered(self.join_device):
-            event = torch.Event(self.join_device)
-            event.record()
-            presence.device_mark(event.query)
+        if self._steps > before:
+            self._mark_device()
+
+    def _mark_device(self) -> None:
+        """Let the stall report see when the device has finished a step, where the host does not wait for it."""
+        if self._transport.stream_ordered(self.join_device):
+            self._transport.presence.device_mark(recorded_event(self.join_device).query)
 
     def _give_up(self, description: str) -> None:
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
@@ -273,7 +280,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._follow_parameters()
         self._progress.begin_step(self.param_groups)
         gradients = self._gradients()
-        with self._failing_together(closure):
+        with self._failing_together(closure), self._progress.calling_closure():
             loss = self._local_step(closure, **kwargs)
         self._sync_params(joined, max(gradients, self._gradients()))
         return loss
@@ -533,6 +540,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _end_step_in_backward(self) -> None:
         self._end_step()
         self._transport.presence.end_step(self._steps)
+        self._mark_device()  # on the stream that updates run on
         self._opt_called = True  # what LR schedulers look for, to warn of a missing step()
 
     def _check_overlap_initialized(self) -> None:
@@ -560,6 +568,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._overlap_state.mark_if_half_done()
         super()._check_usable()
 
+    def _ensure_complete(self) -> None:
+        self._check_usable()
+        self._audits.finish()
+
     def _forget_failed_step(self) -> None:
         """A state is loaded: nothing of earlier steps counts any more."""
         self._late.drop()
@@ -578,6 +590,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _audit_subject(self) -> AuditSubject:
         return AuditSubject(
             everyone=self._audit_transport,
+            control=self._control,
             positions=range(self.world_size),
             specs=self._owners.layout.params,
             params=self._owners.params,
@@ -601,7 +614,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             optimizer_names=[type(self.optim).__name__] * len(self.param_groups),
             step=self._steps,
             saves=self._saves,
-            ensure_complete=self._check_usable,
+            ensure_complete=self._ensure_complete,
             param_states=lambda: state.param_states(self.state, self._param_to_index),
             global_state=state.global_state,
             group_optimizer=self._group_optimizer,

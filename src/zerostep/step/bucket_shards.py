@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,15 @@ from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
 from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
-from zerostep.plan.layout import Bucket, Layout
+from zerostep.plan.layout import Bucket, Layout, Span
+
+
+class OwnedMasters(NamedTuple):
+    """The owned elements of a bucket, their masters, and which of them belong to each parameter."""
+
+    owned: Tensor
+    master: Tensor
+    places: Sequence[tuple[int, Span]]
 
 
 class BucketShards:
@@ -93,15 +102,15 @@ class BucketShards:
         for shard in self._shards.values():
             shard.sync_with_params()
 
-    def masters(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each parameter that this rank owns a part of, with the owned elements and their masters."""
+    def masters(self) -> Iterator[OwnedMasters]:
+        """What this rank owns of each bucket that has masters."""
         for bucket, shard in self._shards.items():
             if shard.master is not None:
                 start = self._layout.buckets[bucket].owned(self.rank).start
-                for fragment in self._layout.fragments_in(bucket, self.rank):
-                    span = fragment.place.shift(-start)
-                    part = slice(span.start, span.stop)
-                    yield fragment.param, shard.owned[part], shard.master[part]
+                fragments = self._layout.fragments_in(bucket, self.rank)
+                yield OwnedMasters(
+                    shard.owned, shard.master, [(each.param, each.place.shift(-start)) for each in fragments]
+                )
 
     def _first_param(self, bucket: Bucket) -> Tensor:
         return self._params[bucket.slots[0].param]

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import finalize, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from zerostep.plan.layout import ParamSpec
 from zerostep.step.ddp_hook import after_backward, as_stored, completed, in_backward_pass, may_be_unused, never_raising
 from zerostep.step.engine import Engine
 
@@ -23,15 +25,52 @@ class GradSource(Protocol):
     def extend(self, params: Sequence[Tensor]) -> None:
         """Hook all of `params` that are trainable and not hooked yet."""
 
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Raise if a gradient no longer comes; before parameters in other memory are bound back."""
+
     def remove(self) -> None:
         """Pass no further gradients."""
 
 
+class _HookedByDdp(NamedTuple):
+    """Where a parameter was, its dtype and device, and the node of autograd that DDP's hook is on."""
+
+    address: int
+    kind: tuple[torch.dtype, torch.device]
+    node: Any
+
+    def is_lost(self, param: Tensor) -> bool:
+        same_kind = (param.dtype, param.device) == self.kind  # a cast that is not undone is refused elsewhere
+        return same_kind and param.requires_grad and get_gradient_edge(param).node is not self.node
+
+
 class NoSource:
-    """DDP reduces, and the gradients are taken from `.grad`."""
+    """DDP reduces, and the gradients are taken from `.grad`.
+
+    A cast makes autograd forget the node that DDP's hook is on, and it stays forgotten when the cast is undone.
+    """
+
+    def __init__(self) -> None:
+        self._hooked: dict[int, _HookedByDdp] = {}
 
     def extend(self, params: Sequence[Tensor]) -> None:
-        """Nothing to hook."""
+        """Nothing to hook; notes what DDP has hooked."""
+        # Called in each step, when nearly always all are noted.
+        for index, param in enumerate(params) if len(self._hooked) < len(params) else ():
+            if param.requires_grad and index not in self._hooked:
+                kind, node = (param.dtype, param.device), get_gradient_edge(param).node
+                self._hooked[index] = _HookedByDdp(param.data_ptr(), kind, node)
+
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Raise if DDP has lost a parameter by a cast that was undone."""
+        for index, hooked in self._hooked.items():
+            # In this order: what is in the same memory was not cast, and to look up a node is slow.
+            if params[index].data_ptr() != hooked.address and hooked.is_lost(params[index]):
+                raise RuntimeError(
+                    f"parameter {specs[index].name!r} was cast or moved, and put back, since the optimizer was built: "
+                    "DistributedDataParallel no longer sums its gradient. Cast a copy of the model, or build the DDP "
+                    "module and the optimizer anew"
+                )
 
     def remove(self) -> None:
         """Nothing was hooked."""
@@ -52,6 +91,9 @@ class _ParamHooks:
                 self._hooked.add(index)
                 handle = getattr(param, self._register)(self._hook(index))
                 self._removers.append(finalize(self._engine(), handle.remove))
+
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Nothing to check: a hook on a parameter outlives a cast."""
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         reference, call = self._engine, self._call
@@ -102,6 +144,9 @@ class DdpSource:
         """Hook trainable parameters; DDP itself ignores those that became trainable after its construction."""
         self._index_of.update({param: index for index, param in enumerate(params)})
         self._param_hooks.extend(params)
+
+    def check(self, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Nothing to check: gradients that DDP has lost are found in `.grad`, and reduced in `step()`."""
 
     def remove(self) -> None:
         """Remove the hooks of parameters; a hook of DDP stays for good."""

@@ -140,6 +140,7 @@ class OverlapPipeline:
         self._used.update(zip(arrived.plan.params, wanted, strict=True))
         failed_before, status = self._failure is not None, FAILED
         if not failed_before:
+            transport.presence.at("update", arrived.index)
             with recorded_range("update", arrived.index), stepping_in_backward():
                 status = self._try_update(arrived, reduced, wanted)
         transport.presence.at("gather", arrived.index)

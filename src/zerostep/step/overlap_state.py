@@ -141,6 +141,8 @@ class OverlapState:
     ) -> None:
         """Update and gather one bucket; all ranks, in the order of the buckets. Runs where the bucket runner runs."""
         self._half_done = True
+        if arrived.index == 0:
+            transport.presence.begin_step()
         try:
             self._running.process(arrived, reduced, transport, control)
         except BaseException as error:
@@ -160,6 +162,7 @@ class OverlapState:
         if failure is None:
             self._host.step_done()
             return
+        transport.presence.end_step(self._host.steps(), complete=False)
         if failure.error is not None and not isinstance(failure.error, Exception):
             failure.error.add_note(f"zerostep: {self._host.fail(failure.text)}")
             raise failure.error

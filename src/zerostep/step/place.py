@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -17,18 +18,26 @@ UNKNOWN = -1  # of a rank that has joined: whatever the others have is right
 # Whether a rank has gradients in a step. `OWN` alone: for nothing but what it owns.
 NONE, OWN, SOME = range(3)
 _CALLS = "call backward() and step() equally often on all ranks"
+_CLOSURES = (
+    "a closure has failed on some of them, whose next call would take part in this one of the others: let a closure "
+    "fail on all ranks or on none"
+)
 _OPTIONS = "change learning rates and other options on all ranks alike"
 _LOADS = "load the same state on all ranks"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Steps since the last load, loads of this rank alone, a digest of new options, and whether there are gradients."""
+    """Steps since the last load, loads of this rank alone, a digest of new options, and whether there are gradients.
+
+    `failed_calls` are calls of `step()` since the last load that have ended in the user's closure.
+    """
 
     steps: int
     loads: int
     options: int
     gradients: int
+    failed_calls: int = UNKNOWN
 
     def to_ints(self) -> list[int]:
         """As integers to send."""
@@ -42,6 +51,7 @@ class Progress:
         self._health = health
         self._options = GroupOptions()
         self._recoveries, self._steps, self._digest = 0, 0, UNKNOWN
+        self._failed_calls = 0
 
     @property
     def health(self) -> Health:
@@ -52,7 +62,7 @@ class Progress:
     def steps(self) -> int:
         """Steps since the last load."""
         if self._recoveries != self._health.recoveries:
-            self._recoveries, self._steps = self._health.recoveries, 0
+            self._recoveries, self._steps, self._failed_calls = self._health.recoveries, 0, 0
             self._options.forget()
         return self._steps
 
@@ -60,6 +70,17 @@ class Progress:
     def loads(self) -> int:
         """How often this rank has loaded a state by itself."""
         return self._health.loads
+
+    @contextmanager
+    def calling_closure(self) -> Iterator[None]:
+        """Inside, `step()` calls the user's closure; an error there ends the call, unless a step was made by then."""
+        steps = self.steps
+        try:
+            yield
+        except BaseException:
+            if self.steps == steps:
+                self._failed_calls += 1
+            raise
 
     def begin_step(self, groups: Sequence[Group]) -> None:
         """An update is about to use the options of these groups."""
@@ -70,7 +91,7 @@ class Progress:
         """Where this rank is; the options and gradients of one that has joined are those of the others."""
         if joined:
             return Place(self.steps, self.loads, UNKNOWN, UNKNOWN)
-        return Place(self.steps, self.loads, self._digest, gradients)
+        return Place(self.steps, self.loads, self._digest, gradients, self._failed_calls)
 
     def end_step(self, groups: Sequence[Group]) -> None:
         """A step is complete."""
@@ -93,6 +114,9 @@ def compare_places(
     places = {rank: Place(*row) for rank, row in enumerate(rows)}
     compare_loads([place.loads for place in places.values()])
     _refuse_other({rank: place.steps + before + 1 for rank, place in places.items()}, _at_step, _CALLS)
+    calls = {rank: place.steps + before + 1 + place.failed_calls for rank, place in places.items()}
+    known = {rank: call for rank, call in calls.items() if places[rank].failed_calls != UNKNOWN}
+    _refuse_other(known, _in_call, _CLOSURES)
     gradients = {
         rank: place.gradients != NONE for rank, place in places.items() if place.gradients not in (OWN, UNKNOWN)
     }
@@ -140,6 +164,10 @@ def _loaded(loads: int, several: bool) -> str:
 
 def _at_step(step: int, several: bool) -> str:
     return f"{'are' if several else 'is'} at step {step}"
+
+
+def _in_call(call: int, several: bool) -> str:
+    return f"{'are' if several else 'is'} in call {call} of step()"
 
 
 def _with_gradients(some: bool, several: bool) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from zerostep.step.place import Progress
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.step_status import PeerFailedError
 from zerostep.step.weak import weakly
+from zerostep.tensors import recorded_event
 
 
 class TrainingStep:
@@ -69,8 +69,8 @@ class TrainingStep:
 
     @property
     def rank(self) -> int:
-        """This rank among those that divide the state."""
-        return self._engine.buckets.rank
+        """This rank among all ranks of the optimizer, for texts."""
+        return self._engine.presence.rank
 
     def run(self, joining: bool, joined: bool = False) -> None:
         """One step. With `gather="forward"` parameters may still be in flight at its end, but not in a join context.
@@ -79,6 +79,10 @@ class TrainingStep:
         """
         with self._present():
             self._run(joining, joined)
+
+    def calling_closure(self) -> AbstractContextManager[None]:
+        """Inside, the user's closure is called; the other ranks are told if it fails on this one alone."""
+        return self._progress.calling_closure()
 
     @contextmanager
     def _present(self) -> Iterator[None]:
@@ -91,9 +95,7 @@ class TrainingStep:
             presence.end_step(self.count, complete=self.count > before)
         device = self._engine.buckets.params[0].device
         if device.type != "cpu" and not self._engine.blocks_host:
-            event = torch.Event(device)
-            event.record()
-            presence.device_mark(event.query)
+            presence.device_mark(recorded_event(device).query)
 
     def _run(self, joining: bool, joined: bool) -> None:
         self.check_usable()
@@ -150,6 +152,7 @@ class TrainingStep:
         """Notice what the user did to parameters and options since the last step."""
         self.read_status()
         self.synchronize()
+        self._source.check(self._engine.buckets.params, self._engine.buckets.layout.params)
         self._engine.buckets.follow_params()
         self.add_leaves(self._engine.buckets.bind_trainable())
         self._hook_trainable()

@@ -95,6 +95,8 @@ def environment() -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "ACCELERATE_USE_CPU": "true",
         "TOKENIZERS_PARALLELISM": "false",
+        "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home directory
+        "RAY_USAGE_STATS_ENABLED": "0",
     }
 
 

@@ -23,12 +23,21 @@ _TAG_STATUS = 0x7A66
 # Many messages keep a socket busy. On an accelerator stream order does that, and scratch memory is scarce.
 _MESSAGES_IN_FLIGHT = 8
 _BROADCASTS_IN_FLIGHT = 2
+_MOST_NAMED = 8
 
 
 class BaseTransport(Transport, ABC):
     """A transport that gathers host memory by messages and accelerator memory by broadcasts."""
 
     presence = Presence()
+    peers: tuple[int, ...] = ()  # the numbers by which errors and reports name the ranks: those of the whole optimizer
+
+    @property
+    def participants(self) -> str:
+        """Who takes part in a collective, in words: how many, or which ones if they are not all ranks."""
+        if self.world_size == len(self.presence.ranks) or self.world_size > _MOST_NAMED:
+            return f"{self.world_size} ranks"
+        return f"ranks {', '.join(map(str, self.peers))}"
 
     @abstractmethod
     def start_broadcast(self, memory: Tensor, source: int) -> Transfer:

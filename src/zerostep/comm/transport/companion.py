@@ -35,10 +35,15 @@ class CompanionTransport(BaseTransport):
     wire_device = torch.device("cpu")
 
     def __init__(
-        self, gloo: dist.ProcessGroupGloo, timeout: timedelta | None = None, presence: Presence | None = None
+        self,
+        gloo: dist.ProcessGroupGloo,
+        timeout: timedelta | None = None,
+        presence: Presence | None = None,
+        peers: tuple[int, ...] = (),
     ) -> None:
         self._gloo: Any = gloo
         self._timeout, self.presence = timeout, presence or Presence()
+        self.peers = peers or tuple(range(gloo.size()))
         self._unfinished: set[Transfer] = set()
         self._errors: list[str] = []
         _companions.add(self)
@@ -56,11 +61,12 @@ class CompanionTransport(BaseTransport):
         world_size: int,
         timeout: timedelta | None,
         presence: Presence | None = None,
+        peers: tuple[int, ...] = (),
     ) -> CompanionTransport:
         """Connect the ranks that use `store`; a collective."""
         with _batch_scheduling():
             gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout or distributed_c10d.default_pg_timeout)
-        companion = cls(gloo, timeout, presence)
+        companion = cls(gloo, timeout, presence, peers)
         # No rank may drop the group while others are still connecting to it.
         companion.all_gather_ints([0])
         return companion
@@ -90,7 +96,7 @@ class CompanionTransport(BaseTransport):
         """Start an all-gather of equally many integers, and where they will be, by rank."""
         row = torch.tensor(values, dtype=torch.int64)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        description = f"the all-gather of {self.world_size} ranks"
+        description = f"the all-gather of {self.participants}"
         return self._start(lambda: self._gloo.allgather([rows], [row]), row, description), rows
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
@@ -100,7 +106,7 @@ class CompanionTransport(BaseTransport):
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory`, on the host, over all ranks, in place."""
-        description = f"the all-reduce of {self.world_size} ranks"
+        description = f"the all-reduce of {self.participants}"
         return self._start(lambda: self._gloo.allreduce([as_real(memory)]), memory, description)
 
     def companion(self) -> CompanionTransport:
@@ -123,20 +129,20 @@ class CompanionTransport(BaseTransport):
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending host memory to one rank."""
-        data, description = as_bytes(memory), f"sending to rank {to}"
+        data, description = as_bytes(memory), f"sending to rank {self.peers[to]}"
         number = wire_tag(tag, data.numel())
         return self._start(lambda: self._gloo.send([data], to, number), memory, description, self._unfinished)
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into host memory from one rank."""
-        data, description = as_bytes(memory), f"receiving from rank {source}"
+        data, description = as_bytes(memory), f"receiving from rank {self.peers[source]}"
         number = wire_tag(tag, data.numel())
         return self._start(lambda: self._gloo.recv([data], source, number), memory, description, self._unfinished)
 
     def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         """Start overwriting host memory with that of rank `source`."""
-        data = as_bytes(memory)
-        return self._start(lambda: self._gloo.broadcast(data, source), memory, f"the broadcast of rank {source}")
+        data, description = as_bytes(memory), f"the broadcast of rank {self.peers[source]}"
+        return self._start(lambda: self._gloo.broadcast(data, source), memory, description)
 
     def _start(
         self, call: Callable[[], Any], memory: Tensor, description: str, unfinished: set[Transfer] | None = None
@@ -152,7 +158,7 @@ def connect_companion(beside: Transport, timeout: timedelta | None) -> Companion
     store = distributed_c10d.PrefixStore(
         f"zerostep/{bytes(token.tolist()).hex()}", distributed_c10d._get_default_store()
     )
-    return CompanionTransport.connect(store, beside.rank, beside.world_size, timeout, beside.presence)
+    return CompanionTransport.connect(store, beside.rank, beside.world_size, timeout, beside.presence, beside.peers)
 
 
 _companions: WeakSet[CompanionTransport] = WeakSet()

@@ -1,7 +1,8 @@
 """Control traffic: agreement, saves and loads, consolidation. It never takes a place among the gradients' messages.
 
-Every process group gets one Gloo group beside it, which all optimizers over it share. It is made by the first of them,
-and anew when the process group is another one, or when an error has closed its connections.
+Every process group gets one Gloo group beside it, which all optimizers over it share that give its ranks the same
+numbers: the ranks of a row of a mesh have those of the mesh. It is made by the first of them, and anew when the process
+group is another one, or when an error has closed its connections.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zerostep.comm.transport.transfer import Transfer
 logger = logging.getLogger("zerostep")
 
 # `None` for a group whose ranks have no Gloo.
-_shared: WeakKeyDictionary[dist.ProcessGroup, CompanionTransport | None] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], CompanionTransport | None]] = WeakKeyDictionary()
 
 
 def control_of(transport: Transport) -> Transport:
@@ -47,20 +48,24 @@ class ControlTransport(BaseTransport):
 
     def __init__(self, beside: GroupTransport) -> None:
         self._beside, self.presence = beside, beside.presence
-        self.rank, self.world_size = beside.rank, beside.world_size
+        self.rank, self.world_size, self.peers = beside.rank, beside.world_size, beside.peers
 
     def connected(self) -> bool:
         """Whether there is a Gloo group; the first call for a process group makes it, as a collective."""
-        if self._beside.group not in _shared:
-            _shared[self._beside.group] = _connect(self._beside)
-        return _shared[self._beside.group] is not None
+        if self._beside.peers not in self._found:
+            self._found[self._beside.peers] = _connect(self._beside)
+        return self._found[self._beside.peers] is not None
+
+    @property
+    def _found(self) -> dict[tuple[int, ...], CompanionTransport | None]:
+        return _shared.setdefault(self._beside.group, {})
 
     def _current(self) -> CompanionTransport:
         """The shared transport; a collective if an error has closed the one before."""
-        found = _shared.get(self._beside.group)
+        found = self._found.get(self._beside.peers)
         # An error closes the connections on every rank: each finds out, and connects anew in its next call.
         if found is None or found.failed:
-            found = _shared[self._beside.group] = self._beside.companion()
+            found = self._found[self._beside.peers] = self._beside.companion()
         return found
 
     def stream_ordered(self, device: torch.device) -> bool:

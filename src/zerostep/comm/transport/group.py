@@ -31,7 +31,9 @@ class GroupTransport(BaseTransport):
         self._backends = _backends(group)  # asked for in every step, also when torch has forgotten the group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.presence = presence or Presence(dist.get_process_group_ranks(group), self.rank)
+        ranks = dist.get_process_group_ranks(group)
+        self.presence = presence or Presence(ranks, self.rank)
+        self.peers = self.presence.numbers_of(ranks)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -60,7 +62,7 @@ class GroupTransport(BaseTransport):
         row = torch.tensor(values, dtype=torch.int64, device=self.wire_device)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         call = partial(dist.all_gather, rows, row, async_op=True)
-        self._start(call, row, f"the all-gather of {self.world_size} ranks").wait()
+        self._start(call, row, f"the all-gather of {self.participants}").wait()
         return torch.stack(rows).tolist()
 
     def start_all_gather_ints(self, values: Sequence[int]) -> PendingInts:
@@ -87,7 +89,7 @@ class GroupTransport(BaseTransport):
         else:
             call = partial(dist.reduce_scatter, as_real(output), list(map(as_real, parts)))
         # The transfer keeps `output` alive. The caller keeps `memory`, which the backend reads until the wait.
-        return self._start(partial(call, async_op=True), output, f"the reduce-scatter of {self.world_size} ranks")
+        return self._start(partial(call, async_op=True), output, f"the reduce-scatter of {self.participants}")
 
     def start_all_gather(self, memory: Tensor, parts: Sequence[Tensor] | None) -> Transfer:
         """Start sending every rank's own part of `memory` to all ranks, in stream order; `parts` as above."""
@@ -96,29 +98,32 @@ class GroupTransport(BaseTransport):
             call: Callable[..., Any] = partial(_all_gather, as_real(memory), as_real(mine))
         else:
             call = partial(dist.all_gather, list(map(as_real, parts)), as_real(parts[self.rank]))
-        return self._start(partial(call, async_op=True), memory, f"the all-gather of {self.world_size} ranks")
+        return self._start(partial(call, async_op=True), memory, f"the all-gather of {self.participants}")
 
     def start_all_reduce(self, memory: Tensor) -> Transfer:
         """Start summing `memory` over all ranks, in place."""
         call = partial(dist.all_reduce, as_real(memory), async_op=True)
-        return self._start(call, memory, f"the all-reduce of {self.world_size} ranks")
+        return self._start(call, memory, f"the all-reduce of {self.participants}")
 
     def start_send(self, memory: Tensor, to: int, tag: int = TAG_DATA) -> Transfer:
         """Start sending `memory` to one rank."""
         data = as_bytes(memory)
         call = partial(dist.isend, data, group_dst=to, tag=wire_tag(tag, data.numel()))
-        return self._start(call, memory, f"sending to rank {to} of {self.world_size}")
+        return self._start(call, memory, f"sending to {self._name(to)}")
 
     def start_receive(self, memory: Tensor, source: int, tag: int = TAG_DATA) -> Transfer:
         """Start receiving into `memory` from one rank."""
         data = as_bytes(memory)
         call = partial(dist.irecv, data, group_src=source, tag=wire_tag(tag, data.numel()))
-        return self._start(call, memory, f"receiving from rank {source} of {self.world_size}")
+        return self._start(call, memory, f"receiving from {self._name(source)}")
 
     def start_broadcast(self, memory: Tensor, source: int) -> Transfer:
         """Start overwriting `memory` with that of rank `source`."""
         call = partial(dist.broadcast, as_bytes(memory), group_src=source, async_op=True)
-        return self._start(call, memory, f"the broadcast of rank {source} of {self.world_size}")
+        return self._start(call, memory, f"the broadcast of {self._name(source)}")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self.peers[rank]} of {len(self.presence.ranks)}"
 
     def _start(self, call: Callable[..., Any], memory: Tensor, description: str) -> Transfer:
         return start(partial(call, group=self._group), memory, description, presence=self.presence)

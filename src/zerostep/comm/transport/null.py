@@ -20,6 +20,7 @@ class NullTransport:
     rank = 0
     world_size = 1
     presence = Presence()
+    peers: tuple[int, ...] = (0,)
     wire_device = torch.device("cpu")
 
     def stream_ordered(self, device: torch.device) -> bool:

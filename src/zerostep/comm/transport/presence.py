@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zerostep.comm.transport.calls import all_calls, current_call
 
 _PEER = re.compile(r"\b(?:from|to|of) rank (\d+)")
+_PAIR = re.compile(r"\bof ranks (\d+), (\d+)$")
 
 
 class Place(NamedTuple):
@@ -46,11 +47,11 @@ class Failure(NamedTuple):
 class Presence:
     """Where this rank is with one optimizer, over a group of these global `ranks`, of which it is number `rank`.
 
-    `names_peers` is whether all its transfers are between ranks of this group, and name them by their numbers in it.
+    Transfers between some of these ranks, as in a row of a mesh, name them by their numbers in the whole group.
     """
 
-    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0, names_peers: bool = True) -> None:
-        self.ranks, self.rank, self._names_peers = tuple(ranks), rank, names_peers
+    def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0) -> None:
+        self.ranks, self.rank = tuple(ranks), rank
         self.label = ""
         self.ticks = 0  # changes whenever this rank moves on
         self.steps, self.first_step_done = 0, False
@@ -61,6 +62,10 @@ class Presence:
         self._phase = ""
         self._bucket: int | None = None
         self._tell: Callable[[Presence], str] | None = None
+
+    def numbers_of(self, global_ranks: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of some ranks in the whole group."""
+        return tuple(self.ranks.index(rank) for rank in global_ranks)
 
     def introduce(self, label: str, tell: Callable[[Presence], str] | None) -> None:
         """Name the optimizer; `tell` posts this rank's failure, and returns what is known of the others."""
@@ -119,10 +124,15 @@ class Presence:
     def lost(self, transfer: str) -> str:
         """A transfer has failed: tell the others, and return what is known of them, as the end of a message."""
         if self.failure is None:
-            match = _PEER.search(transfer) if self._names_peers else None
-            peer = None if match is None else int(match[1])
-            self.failure = Failure(f"{self.place()}: {transfer} failed", peer)
+            self.failure = Failure(f"{self.place()}: {transfer} failed", self._peer_in(transfer))
         return self._told()
+
+    def _peer_in(self, transfer: str) -> int | None:
+        """The only other rank that takes part in a transfer."""
+        if match := _PEER.search(transfer):
+            return int(match[1])
+        match = _PAIR.search(transfer)
+        return None if match is None else next(rank for rank in map(int, match.groups()) if rank != self.rank)
 
     def _told(self) -> str:
         return "" if self._tell is None else self._tell(self)

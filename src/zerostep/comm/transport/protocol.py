@@ -51,6 +51,7 @@ class Transport(Protocol):
     rank: int
     world_size: int
     presence: Presence
+    peers: tuple[int, ...]
 
     @property
     def wire_device(self) -> torch.device:
