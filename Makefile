@@ -9,7 +9,7 @@ SOURCES := src tests benchmarks examples docs
 help:
 	@echo "make demo    two local ranks, plain DDP and sharded side by side"
 	@echo "make test    the whole test suite"
-	@echo "make test-integrations   Trainer, Accelerate and Lightning, in an environment of their own"
+	@echo "make test-integrations   Trainer, Accelerate, Lightning, Fabric and optimizer packages, in an environment of their own"
 	@echo "make test-kills   200 saves that are killed, over two and four ranks"
 	@echo "make fuzz MINUTES=10 WORLDS=2,3 SEED=0   random training programs, compared with plain DDP"
 	@echo "make chaos ROUNDS=1 LOAD=0 SEED=0   every fault in every mode, ROUNDS times, beside LOAD busy loops"
@@ -39,7 +39,7 @@ $(FRAMEWORKS)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[integrations]" pytest pytest-timeout pytest-xdist
+		-e ".[integrations,optimizers]" pytest pytest-timeout pytest-xdist
 	@touch $@
 
 test-integrations: $(FRAMEWORKS)/installed

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -409,6 +410,14 @@ def _calls(model: nn.Module, optimizer: Any, given: Mapping[str, Any], path: str
             f"get, {name}": partial(get_optimizer_state_dict, model, optimizer, options=options),
             f"get both, {name}": partial(get_state_dict, model, optimizer, options=options),
             f"set, {name}": partial(set_optimizer_state_dict, model, optimizer, dict(given), options=options),
+            f"set both, {name}": partial(
+                set_state_dict,
+                model,
+                optimizer,
+                model_state_dict={name: torch.zeros_like(value) for name, value in model.state_dict().items()},
+                optim_state_dict=dict(given),
+                options=options,
+            ),
         }
     return found
 
@@ -454,7 +463,7 @@ def _tiny(group: ProcessGroup, way: str, plain: nn.Module) -> Pair:
 @pytest.mark.parametrize("way", ["elements", "parameters", "zero", "hook"])
 def test_dcp_by_itself_is_refused_and_changes_nothing(pool: Pool, tmp_path: Path, way: str, when: str) -> None:
     world = 4  # more ranks than elements
-    assert pool.run(_by_itself, world, str(tmp_path / "it"), way, when) == [2 + 3 * len(OPTIONS)] * world
+    assert pool.run(_by_itself, world, str(tmp_path / "it"), way, when) == [2 + 4 * len(OPTIONS)] * world
 
 
 def test_the_state_itself_is_as_before(pool: Pool) -> None:

@@ -330,3 +330,21 @@ class MayClip(ClipsAll):
 
     def update(self, group: dict[str, Any], params: Any) -> None:
         (ClipsAll if group["together"] else Plain).update(self, group, params)
+
+
+def _typed(group: ProcessGroup) -> list[bool]:
+    """The calls of a program with types: mypy, which `make lint` runs over this file, must know them."""
+    model = build()
+    cut = ShardedOptimizer(model, Averaging, process_group=group)
+    whole = ZeroRedundancyOptimizer(build().parameters(), Averaging, process_group=group)
+    plain = ShardedOptimizer(build(), AdamW, process_group=group)
+    for optimizer in (cut, whole):
+        optimizer.train()
+        optimizer.eval()
+    with pytest.raises(AttributeError):
+        cut.trains()  # type: ignore[attr-defined]
+    return [hasattr(each, name) for each in (cut, whole, plain) for name in ("train", "eval")]
+
+
+def test_type_checkers_know_the_modes_and_find_misspelt_names(pool: Pool) -> None:
+    assert pool.run(_typed, 2) == [[True, True, True, True, False, False]] * 2

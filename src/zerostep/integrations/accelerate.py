@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 from weakref import ref
 
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from zerostep.integrations.optimizer_files import OptimizerFiles, is_partitioned, replaced
 from zerostep.optim.sharded import ShardedOptimizer
 from zerostep.optim.view import unwrapped
+from zerostep.optim.zero import ZeroRedundancyOptimizer
 
 A = TypeVar("A")
 
 _PREPARED = "_optimizers"  # where an accelerator has the optimizers that it saves and loads
 _NO_SYNC = "no_sync"  # what frameworks look for on a model that accumulates gradients
-_METHODS = ("prepare", "prepare_model", "prepare_optimizer", "save_state", "load_state")
+_METHODS = ("prepare", "prepare_model", "prepare_optimizer", "clip_grad_norm_", "save_state", "load_state")
 
 
 def enable(accelerator: A, *, torch_format: bool = False) -> A:
@@ -86,26 +89,37 @@ class _Preparing:
         placement = False if is_partitioned(optimizer) else device_placement
         return self._own["prepare_optimizer"](optimizer, device_placement=placement)
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """`Accelerator.clip_grad_norm_`; a norm for the log, with `max_norm` infinite, does not edit whole gradients.
+
+        Trainer asks for that in every step, and a step inside backward must refuse gradients that were edited after it.
+        """
+        optimizers = [unwrapped(each) for each in getattr(self._accelerator, _PREPARED)]
+        if max_norm != math.inf or not any(isinstance(each, ZeroRedundancyOptimizer) for each in optimizers):
+            return self._own["clip_grad_norm_"](parameters, max_norm, norm_type=norm_type)
+        self._accelerator.unscale_gradients()
+        return get_total_norm([param.grad for param in parameters if param.grad is not None], norm_type)
+
     # ------------------------------------------------------------------ checkpoints
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.save_state`, with the files of sharded optimizers."""
-        with self._standing_in():
+        with self._standing_in(is_partitioned):
             return self._own["save_state"](*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.load_state`, with the files of sharded optimizers."""
-        with self._standing_in():
+        """`Accelerator.load_state`, with the files of sharded optimizers, which plain ones may load too."""
+        with self._standing_in(lambda optimizer: True):
             return self._own["load_state"](*args, **kwargs)
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        """Inside, Accelerate finds an `OptimizerFiles` in place of each sharded optimizer."""
+    def _standing_in(self, chosen: Callable[[Any], bool]) -> Iterator[None]:
+        """Inside, Accelerate finds an `OptimizerFiles` in place of each optimizer that is chosen."""
         optimizers = list(getattr(self._accelerator, _PREPARED))
         files = {
             number: OptimizerFiles(optimizer, number, self._torch_format)
             for number, optimizer in enumerate(optimizers)
-            if is_partitioned(optimizer)
+            if chosen(optimizer)
         }
         seen = [files.get(number, optimizer) for number, optimizer in enumerate(optimizers)]
         try:

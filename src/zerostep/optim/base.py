@@ -79,7 +79,17 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _inner_methods(self) -> InnerMethods | None:
         """The methods of the inner optimizers; `None` while there are none yet."""
 
-    if not TYPE_CHECKING:  # it would hide misspelt names
+    if (
+        TYPE_CHECKING
+    ):  # `__getattr__` would hide misspelt names; at run time these are there if the inner class has them
+
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            """`train()` of the inner optimizer's class, on all ranks."""
+
+        def eval(self, *args: Any, **kwargs: Any) -> Any:
+            """`eval()` of the inner optimizer's class, on all ranks."""
+
+    else:
 
         def __getattr__(self, name: str) -> Any:
             """A public method that only the inner optimizer's class has, such as a schedule-free one's `train()`.

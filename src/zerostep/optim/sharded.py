@@ -259,7 +259,9 @@ class ShardedOptimizer(PartitionedOptimizer):
         members = [list[Tensor]() for _ in self.param_groups]
         for leaf in engine.buckets.bind_trainable():
             members[leaf.group].append(leaf.tensor)
-        self._inners = InnerOptimizers(self.param_groups, members, self._planner.default_class, self._planner.defaults)
+        with agreed(self._ranks.control):  # a class may refuse the part of one rank
+            planner = self._planner
+            self._inners = InnerOptimizers(self.param_groups, members, planner.default_class, planner.defaults)
         self.defaults = self._inners.defaults
         self._grad_source = self._make_grad_source(engine, reduces)
         self._grad_source.extend(engine.buckets.params)
@@ -581,7 +583,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             saves=self._saves,
             ensure_complete=self._ensure_complete,
             param_states=self._state.leaves.param_states,
-            global_state=dict,
+            global_state=lambda: self._inners.named,
             group_optimizer=self._state.group_optimizer,
             loads_whole_state=self._training.verifies,
             restore=self._restore,
@@ -592,7 +594,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _restore(
         self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
-        replace = self._state.prepare_restore(saved, options, step)
+        replace = self._state.prepare_restore(saved, global_state, options, step)
 
         def apply() -> None:
             replace()

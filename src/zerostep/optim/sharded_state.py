@@ -33,13 +33,19 @@ class ShardedState:
 
     def collect(self, to: int) -> list[Any]:
         """Every rank's part of the state, on rank `to`; an empty list elsewhere. A collective."""
-        parts: list[Any] = gather_object(self._ranks.shard_control(), lambda: to_plain(self.leaves.param_states()), to)
-        return parts
+
+        def mine() -> dict[str, Any]:
+            return {"by_parameter": to_plain(self.leaves.param_states()), "by_name": self._inners.named}
+
+        return gather_object(self._ranks.shard_control(), mine, to)
 
     def consolidated(self, parts: Sequence[Any]) -> StateDict:
         """What was collected, as one state dict."""
         groups = [{k: v for k, v in group.items() if k != CLASS_KEY} for group in pack_groups(self._groups())]
-        return complete_state_dict(assemble(parts, self._buckets.params), groups)
+        state: dict[Any, Any] = dict(assemble([part["by_parameter"] for part in parts], self._buckets.params))
+        for part in reversed(parts):  # under a name, the lowest rank's value is kept
+            state |= part["by_name"]
+        return complete_state_dict(state, groups)
 
     def load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
         """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
@@ -48,24 +54,26 @@ class ShardedState:
         if not allow_missing:
             refuse_missing(state_dict, numbers, buckets.layout.params, buckets.params, self.group_optimizer)
         saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
+        named = {key: value for key, value in state_dict["state"].items() if key not in numbers}
         chosen = [options(dict(group)) for group in state_dict["param_groups"]]
         self._step.engine.recover()
-        self.leaves.load({number: DictState(entry, buckets.params[number]) for number, entry in saved.items()}, chosen)
-        self._step.load_reference(saved, chosen)
+        states = {number: DictState(entry, buckets.params[number]) for number, entry in saved.items()}
+        self.leaves.load(states, named, chosen)
+        self._step.load_reference(saved, named, chosen)
         self._step.loaded(bool(saved))
 
     def prepare_restore(
-        self, saved: Mapping[int, SavedState], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], named: Mapping[str, Any], options: Sequence[Group], step: int
     ) -> Callable[[], None]:
         """Read this rank's part of a checkpoint; the returned function replaces state and options by it."""
-        replace_state = self.leaves.prepare(saved, options, fresh=True)
+        replace_state = self.leaves.prepare(saved, dict(named), options, fresh=True)
 
         def apply() -> None:
             self._step.engine.recover()
             replace_state()
             compared = saved if self._step.verifies else {}
             whole = {number: {key: state.whole(key) for key in state.names()} for number, state in compared.items()}
-            self._step.load_reference(whole, options)
+            self._step.load_reference(whole, dict(named), options)
             self._step.loaded(bool(saved), step)
 
         return apply
@@ -84,5 +92,5 @@ class ShardedState:
 
 def optimizer_state_bytes(state: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in the state of an optimizer."""
-    values = [value for entry in state.values() for value in entry.values()]
+    values = [value for entry in state.values() for value in (entry.values() if isinstance(entry, dict) else [entry])]
     return sum(getattr(value, "nbytes", 0) for value in values)

@@ -49,6 +49,7 @@ from zerostep.state.expected import GroupOptimizer
 from zerostep.state.missing import refuse_missing
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.health import Health
+from zerostep.step.inner_optimizers import build_inner
 from zerostep.step.labels import recorded_range
 from zerostep.step.late_rows import LateRows
 from zerostep.step.overlap_pipeline import GradientCallback
@@ -143,7 +144,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         Optimizer.__init__(self, groups, defaults)
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
-        self.optim = optimizer_class(self._inner_groups(), **defaults)
+        self.optim = self._build_inner(optimizer_class, defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         copy_options(self.optim.param_groups, self.param_groups)
         self._refuse_coupled(self.param_groups)
@@ -152,10 +153,17 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             if self.parameters_as_bucket_view:
                 logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
 
+    def _build_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
+        try:
+            return build_inner(optimizer_class, self._inner_groups(), defaults)
+        except ValueError:
+            self._refuse_coupled(self.param_groups)  # where it applies, that is the better reason
+            raise
+
     def _refuse_coupled(self, groups: Sequence[Group]) -> None:
         """Raise for a class that gives other numbers where parameters are divided; LBFGS is taken as it is."""
         divides = self.world_size > 1 or self._overlap_with_ddp
-        if divides and not isinstance(self.optim, LBFGS):
+        if divides and not isinstance(self.__dict__.get("optim"), LBFGS):
             for group in groups:
                 refuse_coupled(self._optimizer_class, self._class_options, options(group))
 

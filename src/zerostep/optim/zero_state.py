@@ -15,6 +15,7 @@ from zerostep.plan.layout import Span
 from zerostep.state.load_state_dict import local_part, validate
 from zerostep.state.param_state import MASTER, ParamState, SavedState, StateDict, flat_per_element
 from zerostep.step.inner_optimizers import replace_state
+from zerostep.step.named_state import named_state
 
 
 class ZeroState:
@@ -43,8 +44,7 @@ class ZeroState:
 
     def global_state(self) -> dict[str, Any]:
         """State that the inner optimizer keeps under names of its own, and not by parameter."""
-        state: dict[Any, Any] = dict(self._inner.state)
-        return {key: value for key, value in state.items() if isinstance(key, str)}
+        return named_state(self._inner)
 
     def param_states(self, live: Mapping[Any, Any], index_of: Mapping[Tensor, int]) -> Iterator[ParamState]:
         """The state of each parameter that this rank owns; `live` is keyed by the user's parameters."""

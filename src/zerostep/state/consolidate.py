@@ -19,6 +19,7 @@ from zerostep.comm.transport import Transport
 from zerostep.plan.groups import Group
 from zerostep.state.missing import complete_state_dict
 from zerostep.state.param_state import Entry, ParamState, StateDict, shaped
+from zerostep.step.named_state import warn_of_added
 from zerostep.tensors import flat_alias
 
 # ---------------------------------------------------------------------- ranks that own whole parameters
@@ -30,6 +31,7 @@ def collect(transport: Transport, inner: Optimizer, index_of: Mapping[Tensor, in
 
 
 def _indexed(inner: Optimizer, index_of: Mapping[Tensor, int]) -> StateDict:
+    warn_of_added(inner)
     state_dict = inner.state_dict()
     global_index = {
         local: index_of[param]

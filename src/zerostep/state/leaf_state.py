@@ -11,6 +11,7 @@ from zerostep.plan.groups import Group
 from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, entry_for, fits_one_leaf, param_states_of
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.named_state import NamedState
 
 
 class LeafStates:
@@ -44,12 +45,12 @@ class LeafStates:
                 if entry:
                     yield leaf, entry
 
-    def load(self, saved: Mapping[int, SavedState], options: Sequence[Group]) -> None:
+    def load(self, saved: Mapping[int, SavedState], named: NamedState, options: Sequence[Group]) -> None:
         """Replace all state by copies of this rank's part of the saved state, given by parameter index."""
-        self.prepare(saved, options)()
+        self.prepare(saved, named, options)()
 
     def prepare(
-        self, saved: Mapping[int, SavedState], options: Sequence[Group], fresh: bool = False
+        self, saved: Mapping[int, SavedState], named: NamedState, options: Sequence[Group], fresh: bool = False
     ) -> Callable[[], None]:
         """Read this rank's part of the saved state and return a function that replaces all state by it.
 
@@ -68,7 +69,7 @@ class LeafStates:
         entries = {tensor: entry for tensor, entry in entries.items() if entry}
 
         def commit() -> None:
-            self._inners.load(entries, options, fresh)
+            self._inners.load(entries, named, options, fresh)
             self._set_masters(masters, reset_missing=fresh)
 
         return commit

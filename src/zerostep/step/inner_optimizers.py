@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zerostep.memory.leaf import Leaf, clone_scalars, view_state
 from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
+from zerostep.step.named_state import NamedState, joined, kept, named_state, part_of
 from zerostep.step.own_numbers import OwnNumbers
 
 StateDict = dict[str, Any]
@@ -47,7 +48,7 @@ class InnerOptimizers:
     def _make(self, optimizer_class: OptimizerClass, groups: list[Group]) -> None:
         # The user's keyword options are for the default class; another class may not know them.
         defaults = self._defaults if optimizer_class is self._default_class else {}
-        self._all[optimizer_class] = optimizer_class(groups, **defaults)
+        self._all[optimizer_class] = build_inner(optimizer_class, groups, defaults)
 
     def add(self, group: Group, tensors: Sequence[Tensor]) -> None:
         """Add an outer group; `pull` then gives it the options that its class has completed."""
@@ -104,9 +105,20 @@ class InnerOptimizers:
             for part in parts:
                 state[part.tensor] = clone_scalars(view_state(entry, leaf, part.fragments[0]))
 
-    def load(self, states: Mapping[Tensor, Mapping[str, Any]], chosen: Sequence[Group], fresh: bool = False) -> None:
-        """Replace all state by `states`, copied unless it is `fresh`, and take the options of the outer groups."""
-        for optimizer in self._all.values():
+    @property
+    def named(self) -> NamedState:
+        """The live state of all optimizers that is under names."""
+        return joined([named_state(optimizer) for optimizer in self._all.values()])
+
+    def load(
+        self,
+        states: Mapping[Tensor, Mapping[str, Any]],
+        named: NamedState,
+        chosen: Sequence[Group],
+        fresh: bool = False,
+    ) -> None:
+        """Replace all state, by copies unless it is `fresh`, and take the options of the outer groups."""
+        for number, optimizer in enumerate(self._all.values()):
             outer = [index for index, used in enumerate(self._classes) if self._all[used] is optimizer]
             ids: dict[Tensor, int] = {}
             groups = []
@@ -115,7 +127,8 @@ class InnerOptimizers:
                     ids[tensor] = len(ids)
                 wanted = {key: value for key, value in chosen[index].items() if key != CLASS_KEY}
                 groups.append({**wanted, "params": [ids[tensor] for tensor in group["params"]]})
-            state = {ids[tensor]: states[tensor] for tensor in ids if tensor in states}
+            state: dict[Any, Any] = {ids[tensor]: states[tensor] for tensor in ids if tensor in states}
+            state |= part_of(named, number, len(self._all))
             replace_state(optimizer, {"state": state, "param_groups": groups}, fresh)
             # Loading has made new group dicts, in the same order.
             for index, group in zip(outer, optimizer.param_groups, strict=True):
@@ -124,6 +137,32 @@ class InnerOptimizers:
     def begin(self) -> PartialSteps:
         """The partial steps of one step: all start from the options that the groups have now."""
         return PartialSteps(self._all.values(), self._groups)
+
+
+def build_inner(optimizer_class: OptimizerClass, groups: list[Group], defaults: Mapping[str, Any]) -> Optimizer:
+    """Build an optimizer of groups of which some may be empty here; `ValueError` if it cannot have such groups."""
+    try:
+        return optimizer_class([dict(group) for group in groups], **defaults)
+    except Exception as error:
+        empty = [index for index, group in enumerate(groups) if not group["params"]]
+        if empty and _can_be_built(optimizer_class, groups, defaults):
+            name = getattr(optimizer_class, "__name__", optimizer_class)
+            raise ValueError(
+                f"{name} cannot be built on a rank that owns no parameter of some group, here of group {empty[0]} "
+                f"({type(error).__name__}: {error}): use fewer groups, each with parameters for every rank, or use it "
+                "without sharding"
+            ) from error
+        raise
+
+
+def _can_be_built(optimizer_class: OptimizerClass, groups: Sequence[Group], defaults: Mapping[str, Any]) -> bool:
+    """Whether it is the empty groups that an optimizer cannot be built with."""
+    filled = [{**group, "params": group["params"] or [torch.zeros(1, requires_grad=True)]} for group in groups]
+    try:
+        optimizer_class(filled, **defaults)
+    except Exception:
+        return False
+    return True
 
 
 def _inner_group(group: Group, tensors: Sequence[Tensor]) -> Group:
@@ -213,7 +252,8 @@ def _tensor_options(group: Group) -> Group:
 def replace_state(optimizer: Optimizer, state_dict: StateDict, fresh: bool = False) -> None:
     """Replace all state of an optimizer, or raise and change nothing.
 
-    The tensors are copied, unless they are `fresh`: made for this call, and used by nothing else.
+    The tensors are copied, unless they are `fresh`: made for this call, and used by nothing else. State under a name
+    that the dict does not have stays: some classes have it from the start.
     """
     before = optimizer.state, optimizer.param_groups
     state, groups = state_dict["state"], state_dict["param_groups"]
@@ -222,21 +262,21 @@ def replace_state(optimizer: Optimizer, state_dict: StateDict, fresh: bool = Fal
             chain.from_iterable(g["params"] for g in each) for each in (groups, optimizer.param_groups)
         )
         devices = {saved_id: param.device for saved_id, param in zip(saved_ids, params, strict=True)}
-        state = {key: _copy(entry, devices.get(key, torch.device("cpu"))) for key, entry in state.items()}
+        state = {key: _copy(entry, devices.get(key)) for key, entry in state.items()}
     # Options that the dict does not know keep their values, as an older checkpoint's would.
     groups = [{**options(old), **new} for old, new in zip(optimizer.param_groups, groups, strict=True)]
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": kept(optimizer, state), "param_groups": groups})
     except Exception:
         # A subclass's `__setstate__` may fail after the state was set.
         optimizer.state, optimizer.param_groups = before
         raise
 
 
-def _copy(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor cloned that the optimizer would otherwise share with the caller."""
+def _copy(value: Any, device: torch.device | None) -> Any:
+    """`value` with every tensor cloned that the optimizer, on this device, would otherwise share with the caller."""
     if isinstance(value, Tensor):
-        return value.detach().clone() if value.device == device or value.numel() == 1 else value
+        return value.detach().clone() if device in (None, value.device) or value.numel() == 1 else value
     if isinstance(value, Mapping):
         return {key: _copy(item, device) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

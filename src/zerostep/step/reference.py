@@ -22,6 +22,7 @@ from zerostep.plan.groups import Group, own_options
 from zerostep.plan.layout import ParamSpec
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.named_state import NamedState
 from zerostep.tensors import flat_alias
 
 logger = logging.getLogger("zerostep")
@@ -116,9 +117,9 @@ class ReferenceOptimizer:
         if not gap <= (0.0 if exact else rounding * float(size)):
             self._fail(index, f"the reduced gradient is off by {float(gap):.3g} in norm from a plain all-reduce")
 
-    def load(self, saved: Mapping[int, Mapping[str, Any]], chosen: Sequence[Group]) -> None:
-        """Replace state, by parameter, and the options of the groups."""
-        self._inners.load({self._copies[index]: entry for index, entry in saved.items()}, chosen)
+    def load(self, saved: Mapping[int, Mapping[str, Any]], named: NamedState, chosen: Sequence[Group]) -> None:
+        """Replace state, by parameter and by name, and the options of the groups."""
+        self._inners.load({self._copies[index]: entry for index, entry in saved.items()}, named, chosen)
         self._seen = [_copied(own_options(group)) for group in chosen]
 
     def step(self, outer: Sequence[Group], params: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:

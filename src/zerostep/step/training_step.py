@@ -19,6 +19,7 @@ from zerostep.plan.layout_planner import Settings
 from zerostep.step.engine import Engine
 from zerostep.step.grad_sources import GradSource
 from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.named_state import NamedState
 from zerostep.step.place import Progress
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.step_status import PeerFailedError
@@ -282,10 +283,12 @@ class TrainingStep:
         if self._reference is not None:
             self._reference.add(group, self._engine.buckets.layout.params)
 
-    def load_reference(self, saved: Mapping[int, Mapping[str, Any]], options: Sequence[Group]) -> None:
+    def load_reference(
+        self, saved: Mapping[int, Mapping[str, Any]], named: NamedState, options: Sequence[Group]
+    ) -> None:
         """Load whole state into the reference optimizer, if there is one."""
         if self._reference is not None:
-            self._reference.load(saved, options)
+            self._reference.load(saved, named, options)
 
     def _set_reference(self, reference: ReferenceOptimizer | None) -> None:
         self._reference = reference

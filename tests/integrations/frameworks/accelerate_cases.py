@@ -1,7 +1,7 @@
 """A program for ranks: what `test_accelerate.py` compares. Each case runs a loop with Accelerate, plain and sharded.
 
 The first argument is the folder for results, the second names the cases: `train`, or `resume` (from what `train` has
-saved).
+saved). In a process without a launcher, `resume` is about plain optimizers.
 """
 
 import sys
@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
 import zerostep
-from tests.integrations.frameworks.launch import report
+from tests.integrations.frameworks.launch import error_of, report, still_there
 from tests.integrations.frameworks.tiny import Tokens, difference, model, weights
 
 FOLDER = Path(sys.argv[1])
-KINDS = ("sharded", "zero")
+KINDS = ("sharded", "zero", "overlap")
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "train": {},
@@ -37,8 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def optimizer_of(kind: str, module: nn.Module) -> Any:
     if kind == "sharded":
         return zerostep.ShardedOptimizer(module, torch.optim.AdamW, lr=1e-3)
-    if kind == "zero":
-        return zerostep.ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
+    if kind in ("zero", "overlap"):
+        return zerostep.ZeroRedundancyOptimizer(
+            module.parameters(), torch.optim.AdamW, overlap_with_ddp=kind == "overlap", lr=1e-3
+        )
     return torch.optim.AdamW(module.parameters(), lr=1e-3)
 
 
@@ -70,19 +74,27 @@ class Run:
 
 
 def prepared(
-    kind: str, seed: int = 0, clip: float | None = None, accumulate: int = 1, torch_format: bool = False, **options: Any
+    kind: str,
+    seed: int = 0,
+    clip: float | None = None,
+    accumulate: int = 1,
+    torch_format: bool = False,
+    enable: bool | None = None,
+    **options: Any,
 ) -> Run:
     AcceleratorState._reset_state()  # options of one accelerator are those of the process; the group stays
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **options)
-    if kind != "plain":
+    if kind != "plain" if enable is None else enable:
         zerostep.integrations.accelerate.enable(accelerator, torch_format=torch_format)
     set_seed(3)
     module = model(seed)
     optimizer = optimizer_of(kind, module)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=50)
     loader = DataLoader(Tokens(), batch_size=2)
-    ready, optimizer, scheduler, loader = accelerator.prepare(module, optimizer, scheduler, loader)
-    return Run(accelerator, ready, optimizer, scheduler, loader, clip)
+    ready, wrapped, scheduler, loader = accelerator.prepare(module, optimizer, scheduler, loader)
+    if kind == "overlap":
+        ready.register_comm_hook(None, zerostep.hook_with_zero_step_interleaved(allreduce_hook, ready, optimizer))
+    return Run(accelerator, ready, wrapped, scheduler, loader, clip)
 
 
 @cache
@@ -187,6 +199,26 @@ def resume_elsewhere(kind: str) -> float:
     return difference(*results)
 
 
+def resume_unsharded(kind: str) -> float:
+    """Go on with a plain optimizer from a checkpoint of `resume`; the difference to one that was always plain."""
+    results = []
+    for saved in ("plain", kind):
+        run = prepared("plain", seed=9, enable=True)
+        run.accelerator.load_state(str(FOLDER / f"{saved}-saved"))
+        results.append(run.train(2, STEPS))
+    return difference(*results)
+
+
+def teardown(kind: str) -> list[str]:
+    """Train, and drop everything. Return the classes of what is still there."""
+    run = prepared(kind)
+    run.train(0, 1)
+    check = still_there([run.accelerator.unwrap_model(run.model), run.optimizer.optimizer])
+    run.accelerator.free_memory()
+    del run
+    return check()
+
+
 def forgotten() -> str:
     """Save without the line that enables it; the error, on every rank."""
     accelerator = Accelerator(cpu=True)
@@ -202,16 +234,24 @@ def forgotten() -> str:
 
 
 def cases(wanted: str) -> dict[str, Callable[[], Any]]:
+    if wanted == "resume" and not dist.is_initialized():
+        return {f"{kind}-unsharded": partial(resume_unsharded, kind) for kind in KINDS}
     if wanted == "resume":
         world = Accelerator(cpu=True).num_processes
         return {f"{kind}-elsewhere-{world}": partial(resume_elsewhere, kind) for kind in KINDS}
     found: dict[str, Callable[[], Any]] = {"forgotten": forgotten, "plain-resume": partial(resume, "plain")}
     for kind in KINDS:
-        found |= {f"{kind}-{options}": partial(compare, kind, options) for options in OPTIONS}
+        works = [options for options in OPTIONS if (kind, options) != ("overlap", "clip")]
+        found |= {f"{kind}-{options}": partial(compare, kind, options) for options in works}
+        found[f"{kind}-resume"] = partial(resume, kind)
+        found[f"{kind}-teardown"] = partial(teardown, kind)
+    for kind in ("sharded", "zero"):
         found[f"{kind}-torch"] = partial(resume, kind, torch_format=True)
-        for case in (resume, resume_plain, from_plain, named, wrapped, whole_model):
+        for case in (resume_plain, from_plain, named, wrapped, whole_model):
             found[f"{kind}-{case.__name__}"] = partial(case, kind)
-    return found
+    return found | {
+        "overlap-clip": partial(error_of, partial(trained, "overlap", "clip"))
+    }  # last: it leaves the ranks in the middle of a step
 
 
 if __name__ == "__main__":

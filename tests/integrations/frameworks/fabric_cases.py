@@ -13,16 +13,23 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim import AdamW
 
 import zerostep
-from tests.integrations.frameworks.launch import report
-from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
+from tests.integrations.frameworks.launch import error_of, report, still_there
+from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
 
 FOLDER, WORLD = Path(sys.argv[1]), int(sys.argv[3])
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-CLASSES: dict[str, Any] = {"plain": AdamW, "sharded": ShardedOptimizer, "zero": ZeroRedundancyOptimizer}
+CLASSES: dict[str, Any] = {
+    "plain": AdamW,
+    "sharded": ShardedOptimizer,
+    "zero": ZeroRedundancyOptimizer,
+    "overlap": ZeroRedundancyOptimizer,
+}
 FABRIC = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp")
+BF16 = Fabric(accelerator="cpu", devices=WORLD, strategy="ddp", precision="bf16-mixed")
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -34,24 +41,26 @@ def network(seed: int = 0) -> nn.Module:
 def build(model: nn.Module, kind: str) -> Any:
     """Return an optimizer for a module, bare or wrapped."""
     if kind.startswith("sharded"):
-        options = {"gather": "forward"} if "forward" in kind else {"reduction": "all"} if "all" in kind else {}
-        return ShardedOptimizer(model, AdamW, **options, **ADAMW)  # type: ignore[arg-type]
-    if kind.startswith("zero"):
-        return ZeroRedundancyOptimizer(
-            model.named_parameters(), AdamW, parameters_as_bucket_view="views" in kind, **ADAMW
-        )
+        how: dict[str, Any] = {"gather": "forward"} if "forward" in kind else {}
+        return ShardedOptimizer(model, AdamW, **how, reduction="all" if "all" in kind else "scatter", **ADAMW)
+    if kind.startswith(("zero", "overlap")):
+        options: dict[str, Any] = {"parameters_as_bucket_view": "views" in kind, "overlap_with_ddp": kind == "overlap"}
+        return ZeroRedundancyOptimizer(model.named_parameters(), AdamW, **options, **ADAMW)
     return AdamW(model.named_parameters(), **ADAMW)
 
 
-def setup(kind: str, seed: int = 0) -> tuple[Any, Any]:
+def setup(kind: str, seed: int = 0, fabric: Fabric = FABRIC) -> tuple[Any, Any]:
     """Return the module and the optimizer as Fabric wraps them; built one after the other if the kind says so."""
     model = network(seed)
     if "after" in kind:
-        wrapped = FABRIC.setup_module(model)
-        optimizer = FABRIC.setup_optimizers(build(wrapped, kind))
+        wrapped = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(build(wrapped, kind))
     else:
-        wrapped, optimizer = FABRIC.setup(model, build(model, kind))
+        wrapped, optimizer = fabric.setup(model, build(model, kind))
     assert isinstance(optimizer, CLASSES[kind.split("-")[0]])
+    if kind == "overlap":
+        ddp: Any = wrapped._forward_module
+        ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, optimizer.optimizer))
     return wrapped, optimizer
 
 
@@ -80,13 +89,14 @@ HOW: dict[str, dict[str, Any]] = {
     "clip": {"max_norm": 0.05},
     "clip_value": {"clip_val": 0.01},
     "accumulate": {"accumulate": True},
+    "bf16": {},
 }
 
 
 @cache
 def trained(kind: str, how: str) -> Tensor:
     """Return the weights after training."""
-    model, optimizer = setup(kind)
+    model, optimizer = setup(kind, fabric=BF16 if how == "bf16" else FABRIC)
     steps(model, optimizer, **HOW[how])
     return weights(model)
 
@@ -152,22 +162,37 @@ def own_format(kind: str) -> float:
     return float((weights(model) - weights(other)).abs().max())
 
 
+def teardown(kind: str) -> list[str]:
+    """Train, and drop everything. Return the classes of what is still there."""
+    model, optimizer = setup(kind)
+    steps(model, optimizer)
+    check = still_there([model.module, optimizer.optimizer])
+    del model, optimizer
+    return check()
+
+
 def main() -> None:
     """Run the cases."""
     FABRIC.launch()
-    main_kinds = ("sharded", "zero")
+    BF16.launch()
+    main_kinds, all_kinds = ("sharded", "zero"), ("sharded", "zero", "overlap")
     more = ("sharded-after", "sharded-all", "sharded-all-after", "sharded-forward", "zero-after", "zero-views")
     cases: dict[str, Callable[[], Any]] = {}
     if sys.argv[2] == "train":
         cases |= {f"{kind}-{how}": partial(compare, kind, how) for kind in main_kinds for how in HOW}
+        cases |= {f"overlap-{how}": partial(compare, "overlap", how) for how in ("train", "accumulate", "bf16")}
         cases |= {f"{kind}-train": partial(compare, kind, "train") for kind in more}
         cases |= {f"{kind}-accumulate": partial(compare, kind, "accumulate") for kind in more}
         cases |= {f"{kind}-closure": partial(with_closure, kind) for kind in main_kinds}
-        cases |= {f"{kind}-saved": partial(saved, kind) for kind in main_kinds}
-        cases |= {f"{kind}-exchanged": partial(exchanged, kind) for kind in main_kinds}
+        cases |= {f"{kind}-saved": partial(saved, kind) for kind in all_kinds}
+        cases |= {f"{kind}-exchanged": partial(exchanged, kind) for kind in all_kinds}
+        cases |= {f"{kind}-teardown": partial(teardown, kind) for kind in ("plain", *all_kinds)}
         cases |= {f"{kind}-own": partial(own_format, kind) for kind in main_kinds}
+        cases["overlap-clip"] = partial(
+            error_of, partial(trained, "overlap", "clip")
+        )  # last: it leaves ranks within a step
     else:
-        cases |= {f"{kind}-elsewhere-{WORLD}": partial(exchanged, kind) for kind in main_kinds}
+        cases |= {f"{kind}-elsewhere-{WORLD}": partial(exchanged, kind) for kind in all_kinds}
     report(FOLDER, FABRIC.global_rank, cases)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.frameworks.launch import report
+from tests.integrations.frameworks.launch import error_of, report, still_there
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer, hook_with_zero_step_interleaved
 
 FOLDER = Path(sys.argv[1])
@@ -185,23 +185,37 @@ def twice(kind: str) -> float:
     return difference(*found)
 
 
+def teardown(kind: str) -> list[str]:
+    """Train, and drop everything. Return the classes of what is still there."""
+    module = Module(kind)
+    trainer = fit(module, 1)
+    check = still_there([module, *trainer.optimizers])
+    del module, trainer
+    return check()
+
+
 def main() -> None:
     """Run the cases."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     kinds, main_kinds = [kind for kind in MAKERS if kind != "plain"], ("sharded", "zero")
+    all_kinds = (*main_kinds, "overlap")
     cases: dict[str, Callable[[], Any]] = {}
     if sys.argv[2] == "train":
         cases |= {f"{kind}-train": partial(compare, kind, "train") for kind in kinds}
         for options in OPTIONS:
             cases |= {f"{kind}-{options}": partial(compare, kind, options) for kind in main_kinds}
-        cases |= {f"{kind}-saved": partial(saved, kind) for kind in main_kinds}
-        cases |= {f"{kind}-exchanged": partial(exchanged, kind) for kind in main_kinds}
+        cases |= {f"{kind}-saved": partial(saved, kind) for kind in all_kinds}
+        cases |= {f"{kind}-exchanged": partial(exchanged, kind) for kind in all_kinds}
+        cases |= {f"{kind}-teardown": partial(teardown, kind) for kind in ("plain", *all_kinds)}
         cases |= {f"{kind}-twice": partial(twice, kind) for kind in main_kinds}
-        cases |= {"overlap-accumulate": partial(compare, "overlap", "accumulate")}
+        cases |= {f"overlap-{options}": partial(compare, "overlap", options) for options in ("accumulate", "bf16")}
+        cases["overlap-clip"] = partial(
+            error_of, partial(trained, "overlap", "clip")
+        )  # last: it leaves ranks within a step
     else:
         world = int(sys.argv[3])
-        cases |= {f"{kind}-elsewhere-{world}": partial(exchanged, kind) for kind in main_kinds}
+        cases |= {f"{kind}-elsewhere-{world}": partial(exchanged, kind) for kind in all_kinds}
     report(FOLDER, int(os.environ["RANK"]), cases)
     if dist.is_initialized():
         dist.destroy_process_group()

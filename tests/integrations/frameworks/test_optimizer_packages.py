@@ -10,11 +10,13 @@ from torch.distributed import ProcessGroup
 from tests.helpers.pool import Pool
 from tests.helpers.reference import Batch, assert_same_bits, build
 from tests.helpers.sharding import Contest, backward, in_ddp, series, sharded, values
+from tests.optim.test_named_state import check_state_dicts
 from zerostep import ZeroRedundancyOptimizer
 
 SCHEDULE_FREE = ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree")
 COUPLED = [
     ("prodigyopt", "Prodigy"),
+    ("prodigyplus", "ProdigyPlusScheduleFree"),
     *(("dadaptation", name) for name in ("DAdaptAdam", "DAdaptLion", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptAdan")),
 ]
 
@@ -69,3 +71,26 @@ def test_optimizers_with_one_scale_for_all_are_refused(
 ) -> None:
     pytest.importorskip(package)
     pool.run(_refused, 2, package, name, options)
+
+
+def _refused_in_groups(group: ProcessGroup, package: str, name: str) -> None:
+    """Groups of one parameter each, of which a rank may own none: some constructors look at the first."""
+    kind = _kind(package, name)
+    for build_ours in (
+        lambda model, groups: sharded(group, model, kind, groups),
+        lambda model, groups: ZeroRedundancyOptimizer(groups, kind, process_group=group),
+    ):
+        model = build()
+        with pytest.raises(ValueError, match=f"{name} looks at all parameters at once"):
+            build_ours(model, [{"params": [pair]} for pair in model.named_parameters()])
+
+
+@pytest.mark.parametrize(("package", "name"), COUPLED)
+def test_they_are_refused_in_small_groups_too(pool: Pool, package: str, name: str) -> None:
+    pytest.importorskip(package)
+    pool.run(_refused_in_groups, 2, package, name)
+
+
+def test_a_counter_under_a_name_is_saved_and_loaded(pool: Pool) -> None:
+    pytest.importorskip("pytorch_optimizer")
+    pool.run(check_state_dicts, 2, _kind("pytorch_optimizer", "MADGRAD"))
