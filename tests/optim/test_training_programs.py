@@ -1,6 +1,7 @@
 """Training loops in which ranks use different parts of a model, against plain DDP: dropping, adding up, waiting."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -382,22 +383,92 @@ def test_a_gradient_can_be_dropped_inside_backward(pool: Pool, world: int) -> No
     pool.run(_dropped_inside_backward, world, deadline=DEADLINE)
 
 
-def _changed_by_later_hooks(group: ProcessGroup) -> None:
-    """Hooks behind the optimizer's own double one gradient, replace another, and drop a third; three stay."""
-    params = [nn.Parameter(torch.ones(8)) for _ in range(6)]
+LARGE = 1 << 14  # elements from which on a gradient is copied when it arrives, and not when its bucket is full
+
+
+def _changed_by_later_hooks(group: ProcessGroup, size: int) -> None:
+    """Hooks behind the optimizer's own double some gradients, replace some, and drop some, in any place of a bucket."""
+    params = [nn.Parameter(torch.ones(size)) for _ in range(8)]
     optimizer = ShardedOptimizer(nn.ParameterList(params), SGD, lr=0.5, process_group=group)
-    doubled, replaced, dropped = params[:3]
-    doubled.register_post_accumulate_grad_hook(lambda param: (param.grad.mul_(2), None)[1])
-    replaced.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", torch.full((8,), 3.0)))
-    dropped.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    factors = [2, 3, 0, 1, 1, 0, 3, 2]
+    change: dict[int, Callable[[nn.Parameter], Any]] = {
+        2: lambda param: None if param.grad is None else (param.grad.mul_(2), None)[1],
+        3: lambda param: setattr(param, "grad", torch.full((size,), 3.0)),
+        0: lambda param: setattr(param, "grad", None),
+        1: lambda param: None,
+    }
+    for param, factor in zip(params, factors, strict=True):
+        param.register_post_accumulate_grad_hook(change[factor])
     for _ in range(2):
         sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-    expected = [1 - 2 * 0.5 * factor for factor in (2, 3, 0, 1, 1, 1)]
-    assert [param.detach().tolist() for param in params] == [[value] * 8 for value in expected]
+    assert [param.detach().unique().tolist() for param in params] == [[1.0 - factor] for factor in factors]
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+@pytest.mark.parametrize("world", [1, 2])
+def test_later_hooks_may_change_gradients(pool: Pool, world: int, size: int) -> None:
+    pool.run(_changed_by_later_hooks, world, size, deadline=DEADLINE)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no gradient")
+
+
+def _goes_on_after_a_failed_backward(group: ProcessGroup, size: int, reduction: Any, dropped: bool) -> None:
+    params = [nn.Parameter(torch.zeros(size)) for _ in range(5)]
+    model = nn.ParameterList(params)
+    optimizer = ShardedOptimizer(model, SGD, lr=1.0, process_group=group, reduction=reduction)
+    loss = _Fails.apply(params[0] * 1).sum()
+    for param in params[1:]:
+        loss = loss + (10 * param).sum()
+    with pytest.raises(ValueError, match="no gradient"):
+        loss.backward()
+    if dropped:
+        model.zero_grad()
+    sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    before = 0 if dropped else 10  # as in plain torch: what has arrived counts unless it is dropped
+    assert [param.detach().unique().tolist() for param in params] == [[-1.0]] + [[-1.0 - before]] * 4
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+@pytest.mark.parametrize("reduction", ["scatter", "all"])
+@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "kept"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_goes_on_after_a_failed_backward(
+    pool: Pool, world: int, dropped: bool, reduction: str, size: int
+) -> None:
+    pool.run(_goes_on_after_a_failed_backward, world, size, reduction, dropped, deadline=DEADLINE)
+
+
+def _other_strides_after_construction(group: ProcessGroup, wanted: torch.memory_format) -> None:
+    """Gradients come in the new order of elements, small ones and large ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 3))
+    twin = deepcopy(model)
+    optimizer = ShardedOptimizer(model, SGD, lr=0.1, process_group=group)
+    plain = SGD(twin.parameters(), lr=0.1)
+    for number, inputs in enumerate(torch.randn(4, 2, 3, 8, 8)):
+        if number == 1:
+            model.to(memory_format=wanted)  # type: ignore[call-overload]
+            twin.to(memory_format=wanted)  # type: ignore[call-overload]
+        for each, its in ((model, optimizer), (twin, plain)):
+            each(inputs).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert param.stride() == other.stride()
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_later_hooks_may_change_gradients(pool: Pool, world: int) -> None:
-    pool.run(_changed_by_later_hooks, world, deadline=DEADLINE)
+def test_parameters_may_get_other_strides(pool: Pool, world: int) -> None:
+    pool.run(_other_strides_after_construction, world, torch.channels_last, deadline=DEADLINE)

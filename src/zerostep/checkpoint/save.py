@@ -252,12 +252,13 @@ def _ensure_shared(transport: Transport, path: Path, draft: Path) -> None:
 
 
 def _is_seen(draft: Path) -> bool:
-    if draft.is_dir():
+    """Whether this rank sees the draft. It must not raise: the other ranks wait for its answer."""
+    if os.path.isdir(draft):
         return True
     # A client of NFS remembers for up to a minute that the parent was not there; an attempt to make it asks the server.
     with suppress(OSError):
         draft.parent.mkdir(parents=True, exist_ok=True)
-    return draft.is_dir()
+    return os.path.isdir(draft)
 
 
 def _wait_until_seen(draft: Path) -> bool:

@@ -13,7 +13,7 @@ gather      the new parameters go to everyone; waited for at the end of the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, RLock
 from weakref import ref
@@ -95,6 +95,7 @@ class Engine:
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._used_in_pass: set[int] = set()
         self._taken_along: set[int] = set()
+        self._placed: set[int] = set()  # parameters that got a stand-in in the open pass, inside a backward call
         self._plain_task = _NO_TASK  # the backward call of an open pass in which small gradients are only held
         self._absent: list[int] = []
         self._paused_grads: set[int] = set()
@@ -307,7 +308,7 @@ class Engine:
         if self._begin_update is not None and self._in_backward:
             self._backward_update.begin(self._begin_update())
         self.iteration.begin_pass()
-        self._taken_along = set()
+        self._taken_along, self._placed = set(), set()
         if self._reference is not None and self._whole:
             self._reference.drop()  # every pass sends whole gradients
         self.grad_ops.drop_norms()
@@ -350,10 +351,14 @@ class Engine:
             self._drop([index])  # dropped since the pass began
         self._take(index, grad)
         self._stand_ins.place_one(index)
+        if in_backward_pass():  # compiled autograd puts back what stood there
+            self._placed.add(index)
 
     def _collect(self, params: Sequence[int]) -> list[Tensor | None]:
         """The gradients that were only counted."""
-        return self._stand_ins.take_all(params)
+        grads = self._stand_ins.take_all(params)
+        self._placed.update(index for index, grad in zip(params, grads, strict=True) if grad is not None)
+        return grads
 
     def _take(self, index: int, grad: Tensor) -> None:
         if self._reference is not None:
@@ -396,6 +401,7 @@ class Engine:
             self._plain_task = _NO_TASK
             self._take_leftovers()
             self.reduction.end()
+            dropped = self._dropped_since_placed()
             self._used_in_pass = self.reduction.written - self._taken_along
             if self._in_backward or self._whole:
                 self.reduction.finish()
@@ -406,6 +412,7 @@ class Engine:
             # Before the error is raised: everything of this pass was sent, and `recover` must not send it again.
             self._failure = failure or self._failure
             self.iteration.end_pass()
+            self._put_back_dropped(dropped)
             self._pass_ended.notify_all()
             if failure is not None:
                 self.status.send_error(failure)
@@ -414,6 +421,20 @@ class Engine:
                     f"{self.buckets.rank}; restart from the last checkpoint on all ranks"
                 )
                 raise failure
+
+    def _dropped_since_placed(self) -> dict[int, Tensor | None]:
+        """What stands in `.grad` where the user has removed a stand-in of this pass, in a hook or after an error."""
+        dropped = self._stand_ins.all_dropped(self._placed)
+        return {index: self.buckets.params[index].grad for index in dropped}
+
+    def _put_back_dropped(self, dropped: Mapping[int, Tensor | None]) -> None:
+        """Drop gradients that the user has dropped before the pass has ended, and leave what stands there instead."""
+        for index, grad in dropped.items():
+            self.buckets.params[index].grad = grad
+        if dropped and self._whole:
+            self._use_present()
+        elif dropped:
+            self._drop(list(dropped))
 
     def _take_leftovers(self) -> None:
         """Take gradients that no hook has seen: of passes inside `no_sync()`, set by hand, or just unfrozen."""

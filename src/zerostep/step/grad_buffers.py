@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerostep.plan.buckets import padded_size
-from zerostep.step.reduction_plan import ReductionPlan
+from zerostep.step.reduction_plan import ReductionPlan, Run
 
 _flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 
@@ -17,10 +17,16 @@ class GradBuffers:
     """One buffer per bucket, made when the first gradient is written to it."""
 
     def __init__(self, plan: ReductionPlan) -> None:
-        self._plan, self._holdable, self._bucket_of = plan, plan.holdable, plan.bucket_of
+        self._plan, self._bucket_of = plan, plan.bucket_of
+        self._holdable, self._runs = b"", list[list[Run]]()
         self._buffers: dict[int, Tensor] = {}
         # Small gradients by bucket, held until it is launched. Their memory must not be reused before that.
         self._small: list[dict[int, Tensor]] = [{} for _ in plan.layout.buckets]
+
+    def follow(self, holdable: bytes) -> None:
+        """Note which gradients may be held, before a pass: parameters may have got other strides."""
+        if holdable != self._holdable:
+            self._holdable, self._runs = holdable, self._plan.runs(holdable)
 
     def add(self, param: int, grad: Tensor) -> None:
         """Copy a gradient into its bucket, scaled; a small one is held, to be copied with its neighbours later."""
@@ -74,7 +80,7 @@ class GradBuffers:
     def _write_small(self, bucket: int) -> None:
         """Copy neighbouring small gradients in one piece: two calls for a thousand of them."""
         small, self._small[bucket] = self._small[bucket], {}
-        for params, span in self._plan.runs[bucket] if small else ():
+        for params, span in self._runs[bucket] if small else ():
             run = [small[param] for param in params if param in small]
             if len(run) == len(params):
                 self._scale_into(self._memory(bucket)[span.start : span.stop], _flatten(run))

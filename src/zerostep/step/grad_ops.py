@@ -80,14 +80,15 @@ class ShardedGradOps:
 
     @property
     def _device(self) -> torch.device:
-        return self._buckets.params[0].device
+        """That of the first bucket, over whose exchange the numbers travel."""
+        return self._buckets.params[self._buckets.layout.buckets[0].slots[0].param].device
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients."""
         self._note_edit()
         with torch.no_grad():
             for part in self._all_parts():
-                part.mul_(factor.to(part.device))
+                _multiply(part, factor.to(part.device))
 
     def clear(self) -> None:
         """Set all sums to zero, which are complete; their parameters still count as used."""
@@ -171,3 +172,11 @@ class ShardedGradOps:
     def _as_norm(self, index: int, value: Tensor) -> Tensor:
         param = self._buckets.params[index]
         return value.to(param.device, param.dtype.to_real())
+
+
+def _multiply(part: Tensor, factor: Tensor) -> None:
+    if part.device.type == "cpu" or part.element_size() > 2:
+        part.mul_(factor)
+    else:
+        # With a dimension, so that it is not rounded to the precision of the part before it is used.
+        torch.mul(part, factor.float().view(1), out=part)

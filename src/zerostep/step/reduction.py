@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import compress
+from operator import and_
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,8 +28,8 @@ MOST_IN_FLIGHT = 2
 
 
 Collect = Callable[[Sequence[int]], Sequence[Tensor | None]]
-# How a parameter has arrived: not yet, taken, not yet and small enough to be only counted, counted and not taken yet.
-_EXPECTED, _TAKEN, _COUNTABLE, _COUNTED = range(4)
+# How a parameter has arrived: not yet, not yet and small enough to be only counted, taken, counted and not taken yet.
+_EXPECTED, _COUNTABLE, _TAKEN, _COUNTED = range(4)
 _TAKEN_STATES = (_TAKEN, _COUNTED)
 
 
@@ -77,7 +78,6 @@ class Reduction:
         self._bucket_of = plan.bucket_of
         # A byte per parameter: how it has arrived in this pass, and whether it has brought a gradient.
         self._states, self._written = bytearray(len(plan.params)), bytearray(len(plan.params))
-        self._first_states = bytes(self._states)
         self._trainable: list[bool] = []
         self._expected: dict[int, frozenset[int]] = {}
         self._missing: dict[int, int] = {}  # how many parameters of each bucket that is not launched
@@ -94,14 +94,18 @@ class Reduction:
     def begin(self) -> bool:
         """Begin a pass: no gradient has arrived, no bucket is launched. Whether other parameters are trainable now."""
         trainable = [param.requires_grad for param in self._plan.params]
-        changed = trainable != self._trainable
+        changed, holdable = trainable != self._trainable, self._plan.holdable()
+        self._buffers.follow(holdable)
         if changed:
             self._trainable, self._expected = trainable, self._plan.trained(trainable)
             self._order = list(self._expected)
-            flags = zip(trainable, self._plan.holdable, strict=True)
-            self._first_states = bytes(_COUNTABLE if all(each) else _EXPECTED for each in flags)
         self._missing = {index: len(members) for index, members in self._expected.items()}
-        self._states, self._written, self._next = bytearray(self._first_states), bytearray(len(trainable)), 0
+        # Those that may be held are only counted.
+        self._states, self._written, self._next = (
+            bytearray(map(and_, trainable, holdable)),
+            bytearray(len(trainable)),
+            0,
+        )
         return changed
 
     def is_taken(self, param: int) -> bool:
@@ -113,10 +117,11 @@ class Reduction:
 
         False if it must be passed to `arrive`. Called for each gradient, so `launch_full` is left to the caller.
         """
-        if self._states[param] != _COUNTABLE:
+        bucket = self._bucket_of[param]
+        missing = self._missing.get(bucket)
+        if missing is None or self._states[param] != _COUNTABLE:
             return False
-        self._states[param] = _COUNTED
-        self._missing[self._bucket_of[param]] -= 1
+        self._states[param], self._missing[bucket] = _COUNTED, missing - 1
         return True
 
     def is_counted(self, param: int) -> bool:
@@ -138,8 +143,9 @@ class Reduction:
 
     @property
     def has_full(self) -> bool:
-        """Whether the next bucket is full."""
-        return self._next < len(self._order) and not self._missing[self._order[self._next]]
+        """Whether the next bucket is full. Threads of other devices may launch it meanwhile."""
+        number, order = self._next, self._order
+        return number < len(order) and self._missing.get(order[number]) == 0
 
     def launch_full(self) -> None:
         """Launch the next bucket while it is full."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from operator import and_
 from typing import NamedTuple
 
 import torch
@@ -54,22 +55,19 @@ class ReductionPlan:
         """The parameters of each bucket, in the order of its memory."""
         return [tuple(slot.param for slot in bucket.slots) for bucket in self.layout.buckets]
 
-    @cached_property
     def holdable(self) -> bytes:
-        """For each parameter, whether any dense gradient of it may be held as it is: its elements lie in order."""
+        """For each parameter, whether any dense gradient of it may be held as it is: its elements lie in order now."""
         with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
-            return bytes(
-                held and param.is_contiguous() for held, param in zip(self.held_back, self.params, strict=True)
-            )
+            contiguous = [param.is_contiguous() for param in self.params]
+        return bytes(map(and_, self.held_back, contiguous))
 
-    @cached_property
-    def runs(self) -> list[list[Run]]:
+    def runs(self, holdable: bytes) -> list[list[Run]]:
         """The neighbours in each bucket whose gradients may be held."""
-        return [list(self._runs_in(bucket)) for bucket in range(len(self.layout.buckets))]
+        return [list(self._runs_in(bucket, holdable)) for bucket in range(len(self.layout.buckets))]
 
-    def _runs_in(self, bucket: int) -> Iterator[Run]:
+    def _runs_in(self, bucket: int, holdable: bytes) -> Iterator[Run]:
         slots = self.layout.buckets[bucket].slots
-        for held, together in groupby(slots, key=lambda slot: bool(self.holdable[slot.param])):
+        for held, together in groupby(slots, key=lambda slot: bool(holdable[slot.param])):
             if held:
                 run = tuple(together)
                 yield Run(tuple(slot.param for slot in run), Span(run[0].span.start, run[-1].span.stop))
