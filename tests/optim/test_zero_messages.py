@@ -87,8 +87,8 @@ def _transfers(group: ProcessGroup, views: bool) -> None:
         peers = [rank for rank in range(zero.world_size) if rank != zero.rank]
         # One message to each other rank for each dtype, with exactly the trainable bytes, and one small word.
         assert sorted(traffic.data) == sorted((peer, span) for peer in peers for span in spans if span)
-        # A fingerprint, a status, and the four numbers that say where the rank is.
-        assert traffic.words == [48] * len(peers) and traffic.other == []
+        # A fingerprint, a status, and the five numbers that say where the rank is.
+        assert traffic.words == [56] * len(peers) and traffic.other == []
 
 
 @MODES
