@@ -83,7 +83,7 @@ class ShardedJoinHook(JoinShadow):
         params = engine.buckets.params
         used = [index for index, flag in enumerate(union_of_masks([mask], len(params))) if flag]
         # DDP's own shadow, which brings the zeros of this rank, runs in another thread.
-        engine.await_passes(passes)
+        engine.failures.await_passes(passes)
         with on_device(params[0].device):
             if kind == BACKWARD:
                 engine.shadow_backward(used)

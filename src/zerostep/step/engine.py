@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from threading import Condition, RLock
+from threading import RLock
 from weakref import ref
 
 import torch
@@ -25,7 +25,6 @@ from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.transport import Presence
-from zerostep.errors import TransportError
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
@@ -39,10 +38,11 @@ from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.iteration import Iteration, Phase
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_rows import LateRows
+from zerostep.step.pass_failure import PassFailure
 from zerostep.step.pass_messages import PassMessages
 from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
 from zerostep.step.reduction import Reduction
-from zerostep.step.reduction_plan import ReductionPlan
+from zerostep.step.reduction_plan import ReductionPlan, make_plan
 from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stand_ins import StandIns
 from zerostep.step.step_status import StepStatus
@@ -74,13 +74,13 @@ class Engine:
         self._progress = progress
         self._ranks, self._settings, self._reduces, self._timer = ranks, settings, reduces, timer
         self.lock = RLock()
-        self._pass_ended = Condition(self.lock)
         self.buckets = BucketShards(ranks, layout, params, settings.master_dtype)
         first = self.buckets.params[layout.buckets[0].slots[0].param].device
         same = ranks.everyone is ranks.shards
         self._control: Exchange = self.buckets.exchanges[0] if same else connect_exchange(ranks.everyone, first)
         self._sum_replicas = ranks.replica_all_reduce(first)
         self.iteration = Iteration(one_pass=self._in_backward)
+        self.failures = PassFailure(self.lock, self.iteration, self.buckets.rank)
         # Weakly, here and below: without a cycle, this engine goes with its optimizer, and its hooks are removed then.
         self._backward_end = BackwardEnd(self._backward_over)
         self.gathers = PendingGathers(timer)
@@ -103,7 +103,6 @@ class Engine:
         self._messages = PassMessages(self._control, timer, progress, late, before, ranks.everyone.presence)
         self.status = StepStatus(self._control, timer, late, before, progress.facts)
         self._any_gradient = False
-        self._failure: BaseException | None = None
         self._on_pass: Callable[[], None] | None = None
         self._joining: Callable[[], bool] = lambda: False
         self._begin_update: Callable[[], InnerOptimizers] | None = None
@@ -115,17 +114,9 @@ class Engine:
         self._reference: ReferenceOptimizer | None = None
 
     def _plan(self) -> ReductionPlan:
-        layout, params, wanted = self.buckets.layout, self.buckets.params, self._settings.reduce_dtype
-        firsts = [params[bucket.slots[0].param] for bucket in layout.buckets]
-        return ReductionPlan(
-            layout=layout,
-            rank=self.buckets.rank,
-            params=params,
-            exchanges=[self.buckets.exchange(bucket) for bucket in range(len(layout.buckets))],
-            dtypes=[wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts],
-            scale=1.0 / self._ranks.everyone.world_size,  # so that sums over the ranks are averages
-            whole=self._whole,
-        )
+        scale = 1.0 / self._ranks.everyone.world_size  # so that sums over the ranks are averages
+        exchanges = [self.buckets.exchange(bucket) for bucket in range(len(self.buckets.layout.buckets))]
+        return make_plan(self.buckets.layout, self.buckets.rank, self.buckets.params, exchanges, self._settings, scale)
 
     @property
     def _whole(self) -> bool:
@@ -162,11 +153,6 @@ class Engine:
     def blocks_host(self) -> bool:
         """Whether ranks wait for each other on the host."""
         return self._control.blocks_host
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that left a backward pass half done."""
-        return self._failure
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
@@ -236,7 +222,7 @@ class Engine:
         # Nearly always no more than this. A bucket's parameters are on one device, and arrive on one thread.
         if _current_task() == self._plain_task and not self._paused and self.reduction.count(index):
             if self.reduction.has_full:
-                with self.lock, self._noting_failure():
+                with self.lock, self.failures.noting():
                     self.reduction.launch_full()
             return
         if self._paused:
@@ -244,7 +230,7 @@ class Engine:
             self._paused_grads.add(index)
             self._stand_ins.keep_own_grad(index)
             return
-        with self.lock, self._noting_failure():
+        with self.lock, self.failures.noting():
             if not (self.iteration.in_pass and self._backward_end.is_expected):
                 self._enter_pass_with(index)
             self._take_own_grad(index)
@@ -274,7 +260,7 @@ class Engine:
 
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready, or `None` for a parameter that this rank has not used."""
-        with self.lock, self._noting_failure():
+        with self.lock, self.failures.noting():
             self._any_gradient = True  # in this pass, on some rank
             if not in_backward_pass() and not self.iteration.in_pass and not self.iteration.passes:
                 # The shadow pass of a joined rank: the live ranks drop their gradients before a step's first pass.
@@ -395,7 +381,7 @@ class Engine:
         Without `read` the messages of other ranks are read by
         `settle`: a joined rank may not wait for them in DDP's shadow pass, because the others first wait for DDP's.
         """
-        with self.lock, self._noting_failure():
+        with self.lock, self.failures.noting():
             if not self.iteration.in_pass:
                 return
             self._plain_task = _NO_TASK
@@ -410,10 +396,9 @@ class Engine:
             failure = self._end_backward_update() if self._in_backward else None
             self._exchange_messages(read)
             # Before the error is raised: everything of this pass was sent, and `recover` must not send it again.
-            self._failure = failure or self._failure
             self.iteration.end_pass()
             self._put_back_dropped(dropped)
-            self._pass_ended.notify_all()
+            self.failures.pass_ended(failure)
             if failure is not None:
                 self.status.send_error(failure)
                 failure.add_note(
@@ -497,43 +482,12 @@ class Engine:
         self._stand_ins.forget_lifted()
         self._lifted = False
 
-    def await_passes(self, count: int) -> None:
-        """Wait until another thread has ended `count` backward passes."""
-        with self._pass_ended:
-            self._pass_ended.wait_for(
-                lambda: self._failure is not None or (self.iteration.passes >= count and not self.iteration.in_pass)
-            )
-        if self._failure is not None:
-            raise RuntimeError(f"a backward pass failed beside this one: {self._failure}")
-
     def shadow_backward(self, kept: Collection[int]) -> None:
         """Take part in a backward pass of the other ranks, with zeros; `kept` are the gradients that it adds to."""
-        with self.lock, self._noting_failure():
+        with self.lock, self.failures.noting():
             self.keep_only(kept)
             self._begin_pass()
             self.end_pass()
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except TransportError as error:
-            if error.__cause__ is not None and error.__cause__ is self._failure:
-                raise  # noted and described inside
-            self._note_failure(error)
-            raise TransportError(
-                f"the backward pass of step {self.iteration.steps + 1} failed on rank {self.buckets.rank}: {error}; "
-                "restart from the last checkpoint on all ranks"
-            ) from error
-        except BaseException as error:
-            self._note_failure(error)
-            raise
-
-    def _note_failure(self, error: BaseException) -> None:
-        """Remember an error inside a pass, after which ranks may have reduced different buckets."""
-        if self.iteration.in_pass:
-            self._failure = error
-            self._pass_ended.notify_all()
 
     # ------------------------------------------------------------------ between passes
 
@@ -708,7 +662,8 @@ class Engine:
                 with suppress(RuntimeError):
                     drain()
             self.gathers.recover()
-            self._failure, self._any_gradient = None, False
+            self.failures.forget()
+            self._any_gradient = False
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter; the same on all ranks."""

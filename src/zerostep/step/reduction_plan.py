@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
 from zerostep.plan.layout import Layout, Span
+from zerostep.plan.layout_planner import Settings
 
 
 class Run(NamedTuple):
@@ -77,3 +78,17 @@ class ReductionPlan:
         slots = ((index, bucket.slots) for index, bucket in enumerate(self.layout.buckets))
         members = {index: frozenset(slot.param for slot in those if trainable[slot.param]) for index, those in slots}
         return {index: params for index, params in members.items() if params}
+
+
+def make_plan(
+    layout: Layout,
+    rank: int,
+    params: Sequence[Tensor],
+    exchanges: Sequence[Exchange],
+    settings: Settings,
+    scale: float,
+) -> ReductionPlan:
+    """The plan of an optimizer with these settings; buckets are summed in their own dtype, or in that of `settings`."""
+    firsts, wanted = [params[bucket.slots[0].param] for bucket in layout.buckets], settings.reduce_dtype
+    dtypes = [wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts]
+    return ReductionPlan(layout, rank, params, exchanges, dtypes, scale, whole=settings.reduction == "all")

@@ -213,10 +213,10 @@ class TrainingStep:
 
     def check_usable(self) -> None:
         """Raise if a step or a backward pass has failed half-way."""
-        if self._engine.failure is not None and not self._health.broken:
+        if self._engine.failures.error is not None and not self._health.broken:
             self._health.mark_broken(
                 f"the backward pass of step {self.count + 1} failed on rank {self.rank}: "
-                f"{describe_error(self._engine.failure)}"
+                f"{describe_error(self._engine.failures.error)}"
             )
         if self._engine.gathers.error is not None and not self._health.broken:
             self._health.mark_broken(
