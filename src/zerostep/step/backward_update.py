@@ -37,7 +37,7 @@ class BackwardUpdate:
         self._buckets, self._updater, self._control, self._timer = buckets, updater, control, timer
         self._inners: InnerOptimizers | None = None
         self._partial_steps: PartialSteps | None = None
-        self._masks: dict[int, tuple[PendingInts, Sequence[int], bool]] = {}
+        self._masks: dict[int, tuple[PendingInts, frozenset[int], bool]] = {}
         self._unread: list[PendingInts] = []
         self._failure: BaseException | None = None
         self._gathered: list[int] = []
@@ -57,7 +57,7 @@ class BackwardUpdate:
         complete = all(index in params or not self._buckets.params[index].requires_grad for index in members)
         with self._timer.phase("control", bucket):
             pending = self._control.start_all_gather_ints(pack_mask([index in params for index in members]))
-        self._masks[bucket] = pending, [index for index in members if index in params], complete
+        self._masks[bucket] = pending, params.intersection(members), complete
 
     def memory_for(self, bucket: int) -> Tensor | None:
         """No sum is kept, so no memory is reused."""
@@ -89,7 +89,7 @@ class BackwardUpdate:
         slots = self._buckets.layout.buckets[bucket].slots
         with self._timer.waiting("control", bucket):
             used = union_of_masks(pending.wait(), len(slots))
-        return [slot.param for slot, flag in zip(slots, used, strict=True) if flag]
+        return {slot.param for slot, flag in zip(slots, used, strict=True) if flag}
 
     def end(self) -> BaseException | None:
         """End the step: groups take the options that its parts have left. The error of the update, if it failed."""
