@@ -343,7 +343,7 @@ class Engine:
     def _collect(self, params: Sequence[int]) -> list[Tensor | None]:
         """The gradients that were only counted."""
         grads = self._stand_ins.take_all(params)
-        self._placed.update(index for index, grad in zip(params, grads, strict=True) if grad is not None)
+        self._placed.update([index for index, grad in zip(params, grads, strict=True) if grad is not None])
         return grads
 
     def _take(self, index: int, grad: Tensor) -> None:

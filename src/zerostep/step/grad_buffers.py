@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ class GradBuffers:
             self._small[self._bucket_of[param]][param] = grad
         else:
             self._write(param, grad)
+
+    def hold(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        """The same for gradients of one bucket that may be held, if they are dense."""
+        if all(grad.layout is torch.strided for grad in grads.values()):
+            self._small[bucket].update(grads)
+        else:
+            for param, grad in grads.items():
+                self.add(param, grad)
 
     def copy_held_back(self) -> None:
         """Copy the small gradients now, because their memory is about to be reused."""

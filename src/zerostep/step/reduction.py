@@ -218,11 +218,13 @@ class Reduction:
     def _collect_counted(self, bucket: int) -> None:
         """Hold the gradients of a bucket that were only counted. Some may be gone: hooks of the user may drop them."""
         counted = [param for param in self._plan.members[bucket] if self._states[param] == _COUNTED]
-        for param, grad in zip(counted, self._collect(counted) if counted else (), strict=True):
+        found = zip(counted, self._collect(counted), strict=True) if counted else ()
+        kept = {param: grad for param, grad in found if grad is not None}
+        self._buffers.hold(bucket, kept)
+        for param in counted:
             self._states[param] = _TAKEN
-            if grad is not None:
-                self._buffers.add(param, grad)
-                self._written[param] = 1
+        for param in kept:
+            self._written[param] = 1
 
     def _finish_oldest(self) -> None:
         bucket, pending, memory = self._in_flight.popleft()

@@ -66,8 +66,11 @@ class StandIns:
         if not {Tensor}.issuperset(map(type, grads)):
             grads = [self.take_grad(index)[0] for index in params]
         for index, grad in zip(params, grads, strict=True):
-            if grad is not None:
+            stand_in = self._stand_ins.get(index)
+            if grad is not None and (stand_in is None or stand_in.arrived is not None):
                 self.place_one(index)
+            elif grad is not None:
+                all_params[index].grad = stand_in
         return grads
 
     @property
