@@ -68,8 +68,8 @@ def test_buckets_are_counted_in_megabytes() -> None:
     assert len(_plan(optim.SGD, params, bucket_mb=0.5)[0].buckets) == 4
 
 
-def _bucket_bytes(specs: list[ParamSpec], **settings: Any) -> int:
-    return LayoutPlanner(optim.SGD, {}, Settings(**settings))._bucket_bytes(specs, [4] * len(specs))
+def _bucket_bytes(specs: list[ParamSpec], world_size: int = 2, **settings: Any) -> int:
+    return LayoutPlanner(optim.SGD, {}, Settings(**settings))._bucket_bytes(specs, [4] * len(specs), world_size)
 
 
 def _sized(megabytes: int, device: str, trainable: bool = True) -> ParamSpec:
@@ -99,6 +99,13 @@ def test_buckets_follow_the_model_and_not_the_groups() -> None:
 )
 def test_buckets_on_an_accelerator_grow_with_the_model(megabytes: int, bucket: int) -> None:
     assert _bucket_bytes([_sized(megabytes, "cuda:0")]) == bucket << 20
+
+
+@pytest.mark.parametrize(("ranks", "kibibytes"), [(2, 1024), (16, 1024), (17, 17 * 64), (1024, 64 * 1024)])
+def test_parts_of_many_ranks_are_worth_a_message(ranks: int, kibibytes: int) -> None:
+    assert _bucket_bytes([_sized(2, "cpu:0")], ranks) == kibibytes << 10
+    assert _bucket_bytes([_sized(2, "cuda:0")], ranks) == 25 << 20
+    assert _bucket_bytes([_sized(2, "cpu:0")], ranks, bucket_mb=0.5) == 1 << 19
 
 
 def test_only_trained_parameters_make_buckets_larger() -> None:

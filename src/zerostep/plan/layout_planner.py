@@ -25,6 +25,8 @@ from zerostep.plan.probe import is_elementwise, refuse_coupled
 # more and larger ones on an accelerator, where kernel launches are.
 _HOST_BUCKETS = (4, 1 << 20, 5 << 20)
 _ACCELERATOR_BUCKETS = (32, 25 << 20, 100 << 20)
+# The least bytes of a rank's part of a bucket on the host: a message costs as much time as so many bytes or more.
+_HOST_PART = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,17 @@ class LayoutPlanner:
         # Parameters that the model does not list come behind all others.
         end = len(self.positions)
         positions = [self.positions.get(param, end + index) for index, param in enumerate(params)]
-        return plan_buckets(specs, world_size, self._bucket_bytes(specs, itemsizes), itemsizes, costs, positions)
+        bucket_bytes = self._bucket_bytes(specs, itemsizes, world_size)
+        return plan_buckets(specs, world_size, bucket_bytes, itemsizes, costs, positions)
 
-    def _bucket_bytes(self, specs: Sequence[ParamSpec], itemsizes: Sequence[int]) -> int:
+    def _bucket_bytes(self, specs: Sequence[ParamSpec], itemsizes: Sequence[int], world_size: int) -> int:
         if self.settings.bucket_mb is not None:
             return max(1, int(self.settings.bucket_mb * 2**20))
         total = sum(spec.numel * size for spec, size in zip(specs, itemsizes, strict=True) if spec.trainable)
         on_host = all(spec.device.startswith("cpu") for spec in specs)
         count, least, most = _HOST_BUCKETS if on_host else _ACCELERATOR_BUCKETS
-        return min(max(total // count, least), most)
+        wanted = min(max(total // count, least), most)
+        return max(wanted, _HOST_PART * world_size) if on_host else wanted
 
     def _specs(self, group: Group, group_index: int, first_index: int) -> list[ParamSpec]:
         splittable = self._is_splittable(class_of(group, self.default_class), own_options(group))
