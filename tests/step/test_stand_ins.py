@@ -196,3 +196,17 @@ def test_after_a_reduction_nothing_is_lifted() -> None:
     setting.set_grad(0, None)
     setting.stand_ins.put_back()
     assert setting.grads()[0] == "NoneType"
+
+
+def test_stand_ins_are_untouched_until_something_is_added_dropped_or_set() -> None:
+    setting = Setting()
+    setting.stand_ins.place([0, 1])
+    assert not setting.stand_ins.untouched  # the last one has none
+    setting.stand_ins.place([2])
+    assert setting.stand_ins.untouched
+    setting.backward(1)
+    assert not setting.stand_ins.untouched
+    setting.stand_ins.take_grad(1)
+    assert setting.stand_ins.untouched
+    setting.set_grad(0, torch.ones(2))
+    assert not setting.stand_ins.untouched

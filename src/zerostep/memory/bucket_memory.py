@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,22 +77,34 @@ class PackedMessage:
 
     def pack(self) -> Tensor:
         """A new buffer with a copy of all parts."""
+        if self._flat:
+            return torch.cat(self.parts)
         memory = self.buffer()
         torch._foreach_copy_(self._views(memory), self.parts)
         return memory
 
     def buffer(self) -> Tensor:
         """A new buffer for all parts; the caller keeps it alive until the transfer is done."""
-        return self.parts[0].new_empty(sum(part.numel() for part in self.parts))
+        return self.parts[0].new_empty(sum(self._sizes))
 
     def unpack(self, memory: Tensor) -> None:
         """Copy a received buffer into the parts."""
         torch._foreach_copy_(self.parts, self._views(memory))
 
-    def _views(self, memory: Tensor) -> list[Tensor]:
-        slices = memory.split([part.numel() for part in self.parts])
-        pairs = zip(slices, self.parts, strict=True)
-        return [piece if part.dim() == 1 else piece.view(part.shape) for piece, part in pairs]
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [part.numel() for part in self.parts]
+
+    @cached_property
+    def _flat(self) -> bool:
+        """Whether all parts have one dimension, as those of contiguous parameters do: one call then copies them all."""
+        return all(part.dim() == 1 for part in self.parts)
+
+    def _views(self, memory: Tensor) -> Sequence[Tensor]:
+        slices = memory.split(self._sizes)
+        if self._flat:
+            return slices
+        return [piece.view(part.shape) for piece, part in zip(slices, self.parts, strict=True)]
 
 
 class ScatteredBucket:

@@ -23,7 +23,8 @@ class Ownership:
         self._trainable = [param.requires_grad for param in self.params]
         self._sent = [has_or_gets_grad(param) for param in self.params]
         self._shapes = [param.shape for param in self.params]
-        self._kinds = [(param.dtype, param.device) for param in self.params]
+        # Lists of their own, which are compared at once: this is done for every parameter in every step.
+        self._dtypes, self._devices = [param.dtype for param in self.params], [param.device for param in self.params]
 
     @cached_property
     def index_of(self) -> dict[Tensor, int]:
@@ -61,15 +62,18 @@ class Ownership:
 
     def sends_others(self) -> bool:
         """Whether a step may change other parameters than before: some were unfrozen, or frozen and dropped."""
-        return any(has_or_gets_grad(param) != was for param, was in zip(self.params, self._sent, strict=True))
+        return list(map(has_or_gets_grad, self.params)) != self._sent
 
     def moved(self) -> bool:
         """Whether some parameter has changed its dtype or device."""
-        return any((param.dtype, param.device) != was for param, was in zip(self.params, self._kinds, strict=True))
+        return [param.dtype for param in self.params] != self._dtypes or [
+            p.device for p in self.params
+        ] != self._devices
 
     def describe_move(self) -> str:
         """The first parameter that has changed its dtype or device, and how; empty if none has."""
-        for spec, param, (dtype, device) in zip(self.layout.params, self.params, self._kinds, strict=True):
+        kinds = zip(self._dtypes, self._devices, strict=True)
+        for spec, param, (dtype, device) in zip(self.layout.params, self.params, kinds, strict=True):
             if (param.dtype, param.device) != (dtype, device):
                 return f"parameter {spec.name!r} was {dtype} on {device}, and is now {param.dtype} on {param.device}"
         return ""
@@ -79,6 +83,8 @@ class Ownership:
 
         With another size it would change owners, and its state would stay with the old one.
         """
+        if [param.shape for param in self.params] == self._shapes:
+            return
         for index, (param, shape) in enumerate(zip(self.params, self._shapes, strict=True)):
             if param.shape != shape:
                 raise ValueError(
