@@ -100,7 +100,7 @@ class PackedMessage:
         """Whether all parts have one dimension, as those of contiguous parameters do: one call then copies them all."""
         return all(part.dim() == 1 for part in self.parts)
 
-    def _views(self, memory: Tensor) -> Sequence[Tensor]:
+    def _views(self, memory: Tensor) -> tuple[Tensor, ...] | list[Tensor]:
         slices = memory.split(self._sizes)
         if self._flat:
             return slices
