@@ -40,6 +40,7 @@ class Settings:
     master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket_mb: float | None = None
+    compile: bool = False
 
     def check(self) -> None:
         """Raise `ValueError` for a value that is not allowed."""
@@ -47,6 +48,8 @@ class Settings:
             known, value = get_args(hint), getattr(self, name)
             if get_origin(hint) is Literal and value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile must be True or False, got {self.compile!r}")
         if self.update == "backward" and self.reduction == "all":
             raise ValueError('update="backward" keeps no gradients, so reduction="all" has nothing to show: drop one')
         for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):

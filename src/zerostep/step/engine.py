@@ -30,6 +30,7 @@ from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
 from zerostep.step.backward_update import AppliedGradOps, BackwardUpdate, refuse_kept_gradients
 from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.compiled_update import CompiledUpdates
 from zerostep.step.ddp_hook import in_backward_pass
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.grad_ops import ShardedGradOps
@@ -44,6 +45,7 @@ from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan, make_plan
 from zerostep.step.reference import ReferenceOptimizer
+from zerostep.step.scaled_sum import ScaledSum
 from zerostep.step.stand_ins import StandIns
 from zerostep.step.step_status import StepStatus
 from zerostep.step.update import Updater
@@ -162,6 +164,11 @@ class Engine:
             between_replicas + sum(exchange.bytes_sent for exchange in exchanges),
             between_replicas + sum(exchange.bytes_received for exchange in exchanges),
         )
+
+    @property
+    def compiled(self) -> CompiledUpdates | None:
+        """The compiled updates, if there are to be any."""
+        return self._updater.compiled
 
     @property
     def gradient_bytes(self) -> int:
@@ -647,11 +654,11 @@ class Engine:
         with self.lock:
             self._updater.send_all()
 
-    def _owned_grad(self, bucket: int) -> Tensor:
+    def _owned_grad(self, bucket: int) -> ScaledSum:
         if self._whole:
-            return owned_part(self.buckets, bucket)
+            return ScaledSum(owned_part(self.buckets, bucket))
         self.reduction.finish_bucket(bucket)
-        return self.sums.parts[bucket]
+        return self.sums.scaled(bucket)
 
     def recover(self) -> None:
         """Drain pending messages after a failed step so that training can restart from a checkpoint."""

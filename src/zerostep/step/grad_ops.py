@@ -177,4 +177,3 @@ class ShardedGradOps:
     def _as_norm(self, index: int, value: Tensor) -> Tensor:
         param = self._buckets.params[index]
         return value.to(param.device, param.dtype.to_real())
-

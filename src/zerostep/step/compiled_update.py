@@ -1,0 +1,294 @@
+"""Compiled updates, `ShardedOptimizer(compile=True)`: all that happens to a leaf in a step, as one kernel.
+
+The step of a class is traced once for each kind of leaf, and the graph compiled: flat leaves of any length share one,
+other leaves share one with all of their shape. A class whose step cannot be traced or compiled is updated as without
+`compile`, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerostep.memory.leaf import Leaf
+from zerostep.plan.groups import Group, own_options
+from zerostep.step.inner_optimizers import InnerOptimizers
+from zerostep.step.leaf_arguments import Arguments
+from zerostep.step.leaf_graph import LeafGraph, NotTraceableError, Path, TracedLeaf, plain_values, trace
+from zerostep.step.leaf_program import LeafProgram, is_of_any_length
+
+logger = logging.getLogger("zerostep")
+
+# Options are constants of a graph. A group may change them so often before its class is compiled no more.
+_MOST_CONSTANTS = 8
+_MOST_ATTEMPTS = 4
+
+_Kind = tuple[Any, ...]
+
+Update = Callable[[Tensor | None], None]
+"""Updates one leaf; takes the factor that its gradient is to be multiplied by."""
+
+
+class CompiledUpdates:
+    """The compiled updates of all inner optimizers."""
+
+    def __init__(self) -> None:
+        self._optimizers: dict[int, _OptimizerPrograms] = {}
+
+    @property
+    def seconds(self) -> float:
+        """The time that tracing and compiling have taken."""
+        return sum(programs.seconds for programs in self._optimizers.values())
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were compiled."""
+        return sum(programs.graphs for programs in self._optimizers.values())
+
+    def begin(self, inners: InnerOptimizers) -> PreparedUpdates:
+        """The updates of a step, or of a part of one, with the options that the groups have now."""
+        return PreparedUpdates(self._programs_of, inners)
+
+    def _programs_of(self, optimizer: Optimizer) -> _OptimizerPrograms:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = _OptimizerPrograms(optimizer)
+        return self._optimizers[id(optimizer)]
+
+
+class PreparedUpdates:
+    """Finds or makes the compiled update of each leaf of a step. Nothing is updated by that."""
+
+    def __init__(self, programs_of: Callable[[Optimizer], _OptimizerPrograms], inners: InnerOptimizers) -> None:
+        self._programs_of, self._inners = programs_of, inners
+        self._groups: dict[int, _GroupOptions] = {}
+
+    def of(self, leaf: Leaf, part: Tensor, rounded: Tensor | None) -> Update | None:
+        """The update of a leaf by its elements of `part`, to be rounded into those of `rounded`; `None` if it has none.
+
+        It has none in its first step, which makes its state.
+        """
+        programs = self._programs_of(self._inners.of(leaf.group))
+        if programs.refused or not leaf.tensor.numel():
+            return None
+        try:
+            return self._prepared(programs, leaf, part, rounded)
+        except NotTraceableError as error:
+            programs.refuse(str(error))
+        except Exception as error:  # whatever a class, the tracer or a compiler raises: the ordinary update is there
+            programs.refuse(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+        return None
+
+    def _prepared(
+        self, programs: _OptimizerPrograms, leaf: Leaf, part: Tensor, rounded: Tensor | None
+    ) -> Update | None:
+        grad, low = leaf.view(part), None if rounded is None else leaf.view(rounded)
+        for _ in range(_MOST_ATTEMPTS):
+            if leaf.group not in self._groups:
+                self._groups[leaf.group] = programs.options_of(leaf.group, self._inners.group(leaf.group))
+            try:
+                return programs.prepare(leaf, grad, low, self._groups[leaf.group])
+            except _OtherKindError:
+                del self._groups[leaf.group]
+        return None
+
+
+class _OtherKindError(Exception):
+    """A trace has shown that leaves of this kind are to be traced in another way, which is noted."""
+
+
+@dataclass(frozen=True)
+class _GroupOptions:
+    """The options of a group in one step: inputs of a graph with their values, and constants.
+
+    `stateless` if no leaf of the group has state.
+    """
+
+    options: Group
+    inputs: tuple[Path, ...]
+    values: tuple[Tensor, ...]
+    constants: tuple[Any, ...]
+    stateless: bool
+
+
+class _OptimizerPrograms:
+    """The programs of one inner optimizer, by kind of leaf."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._programs: dict[_Kind, LeafProgram] = {}
+        self._pointwise: set[_Kind] = set()
+        self._of_one_length: set[_Kind] = set()
+        self._stepped: WeakSet[Leaf] = WeakSet()
+        self._last: dict[int, dict[Path, Any]] = {}
+        self._known: dict[int, set[tuple[Any, ...]]] = {}
+        self._changing: set[Path] = set()
+        self._fixed: set[Path] = set()
+        self._ones: dict[torch.device, Tensor] = {}
+        self.refused = False
+        self.seconds, self.graphs = 0.0, 0
+
+    def refuse(self, reason: str) -> None:
+        """Compile no more for this optimizer."""
+        self.refused = True
+        self._programs.clear()
+        name = type(self._optimizer).__name__
+        logger.warning("compile=True: %s is updated by its own step(), without compilation: %s", name, reason)
+
+    # ------------------------------------------------------------------ options
+
+    def options_of(self, index: int, group: Group) -> _GroupOptions:
+        """Which options of a group are inputs now, and which are constants; notices those that change."""
+        options = own_options(group)
+        numbers = _numbers(options)
+        last = self._last.get(index, numbers)
+        self._changing |= {path for path in numbers if path in last and repr(last[path]) != repr(numbers[path])}
+        self._last[index] = numbers
+        return self._divided(index, options, numbers, group)
+
+    def _divided(self, index: int, options: Group, numbers: Mapping[Path, Any], group: Group) -> _GroupOptions:
+        wanted = {("lr", None), *self._changing} - self._fixed
+        inputs = tuple(path for path, value in numbers.items() if path in wanted or isinstance(value, Tensor))
+        others = {path: value for path, value in _flat(options).items() if path not in inputs}
+        for (name, _), value in others.items():
+            if isinstance(value, Tensor):
+                raise NotTraceableError(f"its option {name!r} is a tensor that is not one floating-point number")
+        attributes = repr(plain_values(self._optimizer))
+        constants = *((path, repr(value)) for path, value in others.items()), attributes
+        known = self._known.setdefault(index, set())
+        known.add(constants)
+        if len(known) > _MOST_CONSTANTS:
+            changing = ", ".join(sorted({name for name, _ in self._changing & self._fixed})) or "options of its groups"
+            raise NotTraceableError(f"{changing} change from step to step, and are constants of a graph")
+        state: Mapping[Any, Any] = self._optimizer.state
+        values = tuple(_as_tensor(numbers[path]) for path in inputs)
+        return _GroupOptions(
+            options, inputs, values, constants, not any(state.get(tensor) for tensor in group["params"])
+        )
+
+    # ------------------------------------------------------------------ programs
+
+    def prepare(self, leaf: Leaf, grad: Tensor, rounded: Tensor | None, group: _GroupOptions) -> Update | None:
+        """The update of a leaf, compiled now if none of its kind was before."""
+        state: Mapping[Any, Any] = self._optimizer.state
+        entry: dict[str, Any] = state.get(leaf.tensor) or {}
+        if not entry and (leaf not in self._stepped or not group.stateless):
+            self._stepped.add(leaf)
+            return None
+        family = group.inputs, group.constants, tuple(entry)
+        arguments = self._presented(Arguments(grad, leaf.tensor.detach(), rounded, entry), family)
+        where = _device_of_numbers(arguments, group.values)
+        if any(value.device != where for value in arguments.numbers.values()):
+            # Beside others on an accelerator, as a learning rate is that the user has put there.
+            entry.update({key: value.to(where, non_blocking=True) for key, value in arguments.numbers.items()})
+            arguments = replace(arguments, state={**arguments.state, **{key: entry[key] for key in arguments.numbers}})
+        kind = *family, where, *arguments.kind()
+        if kind not in self._programs:
+            self._programs[kind] = self._compiled(family, arguments, group)
+        return partial(self._run, self._programs[kind], arguments, group.values)
+
+    def _presented(self, arguments: Arguments, family: _Kind) -> Arguments:
+        """The arguments in the shape in which they are shown to a graph."""
+        if family in self._pointwise and arguments.is_flattenable:
+            arguments = arguments.flattened()
+        return replace(arguments, any_length=is_of_any_length(arguments.leaf) and family not in self._of_one_length)
+
+    def _compiled(self, family: _Kind, arguments: Arguments, group: _GroupOptions) -> LeafProgram:
+        start = time.perf_counter()
+        self._check(arguments)
+        example = arguments.examples()
+        graph = self._traced(example, group)
+        if graph.depends_on_length:
+            self._of_one_length.add(family)
+            raise _OtherKindError
+        if graph.pointwise and arguments.is_flattenable and family not in self._pointwise:
+            self._pointwise.add(family)
+            raise _OtherKindError
+        program = LeafProgram(graph, example, _device_of_numbers(arguments, group.values))
+        program.compile(example, group.values, self._one(arguments.leaf.device))
+        self._note(arguments, time.perf_counter() - start)
+        return program
+
+    def _check(self, arguments: Arguments) -> None:
+        state: Mapping[Any, Any] = self._optimizer.state
+        named = any(not isinstance(key, Tensor) for key in state)
+        obstacle = "it keeps state that belongs to no parameter" if named else arguments.obstacle()
+        if obstacle is not None:
+            raise NotTraceableError(obstacle)
+
+    def _traced(self, example: Arguments, group: _GroupOptions) -> LeafGraph:
+        try:
+            return trace(TracedLeaf(self._optimizer, group.options, group.inputs, example))
+        except NotTraceableError:
+            numbers = _numbers(group.options)
+            tensors = [path for path in group.inputs if isinstance(numbers[path], Tensor)]
+            if len(tensors) == len(group.inputs):
+                raise
+            # It may take no tensors for its numbers: those are constants, then.
+            trace(TracedLeaf(self._optimizer, group.options, tensors, example))
+            self._fixed |= {*group.inputs}.difference(tensors)
+            raise _OtherKindError from None
+
+    def _note(self, arguments: Arguments, seconds: float) -> None:
+        self.seconds += seconds
+        self.graphs += 1
+        shape = "flat parts of parameters" if arguments.any_length else f"shape {tuple(arguments.leaf.shape)}"
+        name, dtype = type(self._optimizer).__name__, str(arguments.leaf.dtype).removeprefix("torch.")
+        logger.info("compiled the update of %s for %s in %s in %.1f s", name, shape, dtype, seconds)
+
+    def _run(
+        self, program: LeafProgram, arguments: Arguments, options: Sequence[Tensor], factor: Tensor | None
+    ) -> None:
+        one = self._one(arguments.leaf.device)
+        program.run(arguments, options, one if factor is None else factor.to(one.dtype))
+
+    def _one(self, device: torch.device) -> Tensor:
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), dtype=torch.float64, device=device)
+        return self._ones[device]
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """A number without dimensions in double precision: on the device of the user's tensor, or in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).double()
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def _device_of_numbers(arguments: Arguments, options: Sequence[Tensor]) -> torch.device:
+    """Where the numbers are computed: in host memory, unless some of them are on the leaf's accelerator."""
+    devices = {each.device for each in (*options, *arguments.numbers.values())}
+    on_host = all(device.type == "cpu" for device in devices)
+    return torch.device("cpu") if on_host else arguments.leaf.device
+
+
+def _flat(options: Group) -> dict[Path, Any]:
+    """The options by path, those in tuples one by one."""
+    found = dict[Path, Any]()
+    for name, value in options.items():
+        if isinstance(value, (tuple, list)):
+            found |= {(name, position): each for position, each in enumerate(value)}
+        else:
+            found[name, None] = value
+    return found
+
+
+def _numbers(options: Group) -> dict[Path, Any]:
+    """The options that are numbers: floats, and tensors of one element."""
+    return {
+        path: value
+        for path, value in _flat(options).items()
+        if type(value) is float or (path[0] == "lr" and type(value) is int) or _is_number(value)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
