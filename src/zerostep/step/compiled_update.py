@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,14 +23,24 @@ from zerostep.memory.leaf import Leaf
 from zerostep.plan.groups import Group, own_options
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.leaf_arguments import Arguments
-from zerostep.step.leaf_graph import LeafGraph, NotTraceableError, Path, TracedLeaf, plain_values, trace
+from zerostep.step.leaf_graph import (
+    Decision,
+    LeafGraph,
+    NotTraceableError,
+    Path,
+    TracedLeaf,
+    first_line,
+    outcome,
+    plain_values,
+    trace,
+)
 from zerostep.step.leaf_program import LeafProgram, is_of_any_length
 
 logger = logging.getLogger("zerostep")
 
 # Options are constants of a graph. A group may change them so often before its class is compiled no more.
 _MOST_CONSTANTS = 8
-_MOST_ATTEMPTS = 4
+_MOST_ATTEMPTS = 6
 
 _Kind = tuple[Any, ...]
 
@@ -84,7 +94,7 @@ class PreparedUpdates:
         except NotTraceableError as error:
             programs.refuse(str(error))
         except Exception as error:  # whatever a class, the tracer or a compiler raises: the ordinary update is there
-            programs.refuse(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+            programs.refuse(first_line(error))
         return None
 
     def _prepared(
@@ -132,6 +142,7 @@ class _OptimizerPrograms:
         self._known: dict[int, set[tuple[Any, ...]]] = {}
         self._changing: set[Path] = set()
         self._fixed: set[Path] = set()
+        self._decisions: set[Decision] = set()
         self._ones: dict[torch.device, Tensor] = {}
         self.refused = False
         self.seconds, self.graphs = 0.0, 0
@@ -162,12 +173,13 @@ class _OptimizerPrograms:
             if isinstance(value, Tensor):
                 raise NotTraceableError(f"its option {name!r} is a tensor that is not one floating-point number")
         attributes = repr(plain_values(self._optimizer))
-        constants = *((path, repr(value)) for path, value in others.items()), attributes
+        decided = tuple(outcome(each, options) for each in sorted(self._decisions) if each[0] in inputs)
+        constants = *((path, repr(value)) for path, value in others.items()), attributes, decided
         known = self._known.setdefault(index, set())
         known.add(constants)
         if len(known) > _MOST_CONSTANTS:
-            changing = ", ".join(sorted({name for name, _ in self._changing & self._fixed})) or "options of its groups"
-            raise NotTraceableError(f"{changing} change from step to step, and are constants of a graph")
+            names = ", ".join(sorted({name for name, _ in self._changing & self._fixed})) or "options of its groups"
+            raise NotTraceableError(f"{names} would be constants of a graph, and change from step to step")
         state: Mapping[Any, Any] = self._optimizer.state
         values = tuple(_as_tensor(numbers[path]) for path in inputs)
         return _GroupOptions(
@@ -206,6 +218,9 @@ class _OptimizerPrograms:
         self._check(arguments)
         example = arguments.examples()
         graph = self._traced(example, group)
+        if not graph.decisions <= self._decisions:
+            self._decisions |= graph.decisions
+            raise _OtherKindError
         if graph.depends_on_length:
             self._of_one_length.add(family)
             raise _OtherKindError
@@ -228,14 +243,21 @@ class _OptimizerPrograms:
         try:
             return trace(TracedLeaf(self._optimizer, group.options, group.inputs, example))
         except NotTraceableError:
+            # It may take no tensors for some of its numbers: those are constants, then.
             numbers = _numbers(group.options)
-            tensors = [path for path in group.inputs if isinstance(numbers[path], Tensor)]
-            if len(tensors) == len(group.inputs):
-                raise
-            # It may take no tensors for its numbers: those are constants, then.
-            trace(TracedLeaf(self._optimizer, group.options, tensors, example))
-            self._fixed |= {*group.inputs}.difference(tensors)
-            raise _OtherKindError from None
+            of_user = {path for path in group.inputs if isinstance(numbers[path], Tensor)}
+            for fewer in ({*of_user, ("lr", None)}.intersection(group.inputs), of_user):
+                if len(fewer) < len(group.inputs) and self._is_traceable(example, group, fewer):
+                    self._fixed |= {*group.inputs} - fewer
+                    raise _OtherKindError from None
+            raise
+
+    def _is_traceable(self, example: Arguments, group: _GroupOptions, inputs: Collection[Path]) -> bool:
+        try:
+            trace(TracedLeaf(self._optimizer, group.options, sorted(inputs), example))
+        except NotTraceableError:
+            return False
+        return True
 
     def _note(self, arguments: Arguments, seconds: float) -> None:
         self.seconds += seconds

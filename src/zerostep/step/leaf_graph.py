@@ -7,8 +7,9 @@ those results in one small tensor, and updates the leaf, its state and the round
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ from zerostep.step.leaf_arguments import Arguments
 Path = tuple[str, int | None]
 """A number among the options of a group: the option's name, and its position if the option is a tuple."""
 
+Decision = tuple[Path, str, float]
+"""A comparison of an option with a number, by which a step decides what to do: the option, the operator, the number."""
+
+_OPERATORS = {"ne": operator.ne, "eq": operator.eq, "__eq__": operator.eq, "gt": operator.gt, "ge": operator.ge}
+_OPERATORS |= {"lt": operator.lt, "le": operator.le}
 _aten = torch.ops.aten
 # Element-wise, though torch does not mark them so.
 _ALSO_POINTWISE = {_aten.clone.default, _aten._to_copy.default, _aten.copy_.default}
@@ -56,12 +62,14 @@ class LeafGraph:
 
     Its other arguments are the gradient, a factor, the leaf, the rounded parameter if there is one, and the tensors of
     the state. `pointwise` says that each element of the leaf depends on nothing but the elements at its own place.
+    It is right as long as its `decisions` have the outcomes that they had when it was traced.
     """
 
     numbers: fx.GraphModule
     elements: fx.GraphModule
     pointwise: bool
     depends_on_length: bool
+    decisions: frozenset[Decision]
 
 
 def trace(traced: TracedLeaf) -> LeafGraph:
@@ -76,7 +84,7 @@ def trace(traced: TracedLeaf) -> LeafGraph:
         except Exception as error:
             refused = refused or error
     assert refused is not None
-    raise NotTraceableError(_first_line(refused)) from refused
+    raise NotTraceableError(_explained(refused)) from refused
 
 
 def _trace(traced: TracedLeaf, capturable: bool | None) -> LeafGraph:
@@ -101,7 +109,7 @@ def _trace(traced: TracedLeaf, capturable: bool | None) -> LeafGraph:
     functional: Callable[..., Any] = torch.func.functionalize(update)
     tracer = make_fx(functional, tracing_mode="symbolic" if example.any_length else "fake")
     whole = tracer(grad, factor, *elements, *given, *counted)
-    return _Halves(whole, 2 + len(elements), example).split()
+    return _Halves(whole, 2 + len(elements), example).split(stand_in.decisions)
 
 
 class _StandIn:
@@ -109,6 +117,7 @@ class _StandIn:
 
     def __init__(self, traced: TracedLeaf, capturable: bool | None) -> None:
         self._traced = traced
+        self.decisions: set[Decision] = set()
         how = {"foreach": False, "fused": None, "capturable": capturable}
         known = {key: value for key, value in how.items() if key in traced.options and value is not None}
         self._options = {**traced.options, **known, **({"fused": None} if "fused" in traced.options else {})}
@@ -123,7 +132,8 @@ class _StandIn:
         optimizer = _copied(traced.optimizer, [group], state)
         before = plain_values(optimizer)
         leaf.grad = grad
-        with _as_if_compiled(), _TensorFactors(), torch.no_grad():
+        mode = _TensorNumbers(dict(zip(map(id, given), traced.inputs, strict=True)), traced.options, self.decisions)
+        with _as_if_compiled(), mode, torch.no_grad():
             optimizer.step()
         self._check_options(options, group)
         if plain_values(optimizer) != before:
@@ -204,9 +214,15 @@ def _widened(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _explained(error: Exception) -> str:
+    by_value = "DataDependent" in type(error).__name__
+    return f"its step decides by the values of tensors ({first_line(error)})" if by_value else first_line(error)
 
 
 @contextmanager
@@ -221,12 +237,23 @@ def _as_if_compiled() -> Iterator[None]:
         compiler._is_compiling_flag = before
 
 
-class _TensorFactors(TorchFunctionMode):
-    """Lets `alpha=` and `value=` be tensors, which torch's own functions would read on the host."""
+class _TensorNumbers(TorchFunctionMode):
+    """Lets tensors stand for numbers where torch's functions would read them on the host.
+
+    `inputs` has the paths of options that are tensors here, by identity. Where a step compares one with a number, the
+    value that it has in `options` decides, and that is noted.
+    """
+
+    def __init__(self, inputs: Mapping[int, Path], options: Group, decisions: set[Decision]) -> None:
+        super().__init__()
+        self._inputs, self._options, self._decisions = inputs, options, decisions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace some calls by others with the same result."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if id(args[0] if args else None) in self._inputs and self._is_decision(name, args):
+            return self._decide(self._inputs[id(args[0])], name.strip("_"), *args[1:])
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
             alpha = kwargs.pop("alpha")
             return func(args[0], args[1] * alpha, **kwargs)
@@ -234,7 +261,31 @@ class _TensorFactors(TorchFunctionMode):
             first = args[1] * kwargs.pop("value")
             term = first * args[2] if "mul" in name else first / args[2]
             return args[0].add_(term) if name.endswith("_") else torch.add(args[0], term, **kwargs)
+        if name in ("lerp", "lerp_") and len(args) == 3 and isinstance(args[2], Tensor) and not args[2].dim():
+            return func(*args[:2], args[2].to(args[0].dtype))
         return func(*args, **kwargs)
+
+    def _is_decision(self, name: str, args: Sequence[Any]) -> bool:
+        compared = name in _OPERATORS and len(args) == 2 and isinstance(args[1], (int, float))
+        known = not isinstance(value_at(self._options, self._inputs[id(args[0])]), Tensor)
+        return known and (compared or name == "__bool__")
+
+    def _decide(self, path: Path, name: str, number: float = 0.0) -> bool:
+        decision = path, "ne" if name == "bool" else name, float(number)
+        self._decisions.add(decision)
+        return outcome(decision, self._options)
+
+
+def value_at(options: Group, path: Path) -> Any:
+    """The option, or the number inside of one, at a path."""
+    name, position = path
+    return options[name] if position is None else options[name][position]
+
+
+def outcome(decision: Decision, options: Group) -> bool:
+    """What a step decides with these options."""
+    path, name, number = decision
+    return bool(_OPERATORS[name](value_at(options, path), number))
 
 
 # ------------------------------------------------------------------------------------- numbers apart from elements
@@ -264,10 +315,15 @@ class _Halves:
         self._passed = list(dict.fromkeys(node for node in [*used, *kept] if node in self._is_number))
         self._dtype = torch.float64 if example.leaf.dtype == torch.float64 else torch.float32
 
-    def split(self) -> LeafGraph:
+    def split(self, decisions: Iterable[Decision]) -> LeafGraph:
+        """The two halves."""
+        if any(node.target is _aten._local_scalar_dense.default for node in self._whole.graph.nodes):
+            raise NotTraceableError("its step reads a tensor on the host, as item() does")
         elements = self._elements()
+        # Noted where Python code, as `if tensor.numel() > 100`, has asked for a length.
         guards = getattr(getattr(self._whole, "shape_env", None), "guards", ())
-        return LeafGraph(self._numbers(), elements, _is_pointwise(elements, self._example), bool(guards))
+        pointwise = _is_pointwise(elements, self._example)
+        return LeafGraph(self._numbers(), elements, pointwise, bool(guards), frozenset(decisions))
 
     def _find_numbers(self) -> set[fx.Node]:
         found = set(self._number_inputs)
