@@ -143,7 +143,7 @@ class _OptimizerPrograms:
         self._changing: set[Path] = set()
         self._fixed: set[Path] = set()
         self._decisions: set[Decision] = set()
-        self._ones: dict[torch.device, Tensor] = {}
+        self._factors = _Factors()
         self.refused = False
         self.seconds, self.graphs = 0.0, 0
 
@@ -228,7 +228,7 @@ class _OptimizerPrograms:
             self._pointwise.add(family)
             raise _OtherKindError
         program = LeafProgram(graph, example, _device_of_numbers(arguments, group.values))
-        program.compile(example, group.values, self._one(arguments.leaf.device))
+        program.compile(example, group.values, self._factors.of(None, example))
         self._note(arguments, time.perf_counter() - start)
         return program
 
@@ -269,13 +269,25 @@ class _OptimizerPrograms:
     def _run(
         self, program: LeafProgram, arguments: Arguments, options: Sequence[Tensor], factor: Tensor | None
     ) -> None:
-        one = self._one(arguments.leaf.device)
-        program.run(arguments, options, one if factor is None else factor.to(one.dtype))
+        program.run(arguments, options, self._factors.of(factor, arguments))
 
-    def _one(self, device: torch.device) -> Tensor:
-        if device not in self._ones:
-            self._ones[device] = torch.ones((), dtype=torch.float64, device=device)
-        return self._ones[device]
+
+class _Factors:
+    """The factors of gradients in the precision that graphs take; all leaves of a step have one."""
+
+    def __init__(self) -> None:
+        self._ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    def of(self, factor: Tensor | None, arguments: Arguments) -> Tensor:
+        device, dtype = arguments.leaf.device, arguments.number_dtype
+        if factor is None:
+            if (device, dtype) not in self._ones:
+                self._ones[device, dtype] = torch.ones((), dtype=dtype, device=device)
+            return self._ones[device, dtype]
+        if self._latest is None or self._latest[0] is not factor or self._latest[1].dtype != dtype:
+            self._latest = factor, factor.to(dtype)
+        return self._latest[1]
 
 
 def _as_tensor(value: Any) -> Tensor:

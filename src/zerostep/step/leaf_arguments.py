@@ -44,6 +44,11 @@ class Arguments:
         return value.dim() == 0 and self.leaf.dim() > 0
 
     @property
+    def number_dtype(self) -> torch.dtype:
+        """The precision of numbers beside elements, at least that in which kernels compute."""
+        return torch.float64 if self.leaf.dtype == torch.float64 else torch.float32
+
+    @property
     def elements(self) -> list[Tensor]:
         """Gradient, leaf, rounded parameter and tensors of the state, in the order of a graph's inputs."""
         return [self.grad, self.leaf, *([] if self.rounded is None else [self.rounded]), *self.tensors.values()]

@@ -90,7 +90,7 @@ def trace(traced: TracedLeaf) -> LeafGraph:
 def _trace(traced: TracedLeaf, capturable: bool | None) -> LeafGraph:
     example, device = traced.example, traced.example.leaf.device
     tensors, numbers, low = example.tensors, example.numbers, example.rounded is not None
-    factor = torch.ones((), dtype=torch.float64, device=device)
+    factor = torch.ones((), dtype=example.number_dtype, device=device)
     given = [torch.zeros((), dtype=torch.float64, device=device) for _ in traced.inputs]
     counted = [torch.zeros_like(each, device=device) for each in numbers.values()]
     stand_in = _StandIn(traced, capturable)
@@ -313,7 +313,7 @@ class _Halves:
         )
         kept = self._outputs[: elements - 2]
         self._passed = list(dict.fromkeys(node for node in [*used, *kept] if node in self._is_number))
-        self._dtype = torch.float64 if example.leaf.dtype == torch.float64 else torch.float32
+        self._dtype = example.number_dtype
 
     def split(self, decisions: Iterable[Decision]) -> LeafGraph:
         """The two halves."""

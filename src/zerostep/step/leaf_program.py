@@ -28,6 +28,7 @@ class LeafProgram:
         # A few operations on numbers in host memory need no compiler.
         self._numbers: Callable[..., Any] = numbers if numbers_on.type == "cpu" else _compile(numbers)
         self._elements = _compile(graph.elements)
+        self._latest: tuple[Any, Tensor, Sequence[Tensor]] | None = None
         on_host = self._device.type == "cpu"
         self._in_rows = example.any_length and graph.pointwise and PRESENTATION == "rows" and not on_host
 
@@ -54,9 +55,21 @@ class LeafProgram:
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """What the elements need of the numbers, on their device, and the new numbers of the state."""
         given = [_on(each, self._numbers_on) for each in (*options, *arguments.numbers.values())]
-        vector, *numbers = self._numbers(*given)
-        # From ordinary host memory: the numbers are copied away at once, and the host does not wait for the device.
-        return factor if vector is None else vector.to(self._device, non_blocking=True), numbers
+        if self._numbers_on.type != "cpu":
+            vector, *numbers = self._numbers(*given)
+            return factor if vector is None else vector, numbers
+        # Most leaves have the same numbers in a step.
+        key = *[each.item() for each in given], self._stream()
+        if self._latest is None or self._latest[0] != key:
+            vector, *numbers = self._numbers(*given)
+            # From ordinary host memory: the numbers are copied away at once, and the host does not wait for the device.
+            vector = factor if vector is None else vector.to(self._device, non_blocking=True)
+            self._latest = key, vector, numbers
+        return self._latest[1:]
+
+    def _stream(self) -> Any:
+        """The stream in whose order the numbers are copied: no other may read them."""
+        return None if self._device.type == "cpu" else torch.accelerator.current_stream(self._device)
 
     def _shown(self, arguments: Arguments) -> Iterator[list[Tensor]]:
         """The tensors of elements as the graph takes them, in one part or in two."""
