@@ -1,6 +1,5 @@
 """`ShardedOptimizer(compile=True)`: the update of a leaf as one compiled graph, against the classes' own steps."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
-from tests.helpers.pool import Pool, RankError
-from tests.helpers.reference import ELEMENTWISE, MATRIXWISE, Case, assert_same_bits
+from tests.helpers.pool import Pool
+from tests.helpers.reference import ELEMENTWISE, MATRIXWISE, Case
 from tests.helpers.sharding import Values, seeded, sharded, values, whole_state
-from zerostep import ShardedOptimizer
 from zerostep.step import leaf_program
 
 CASES = {**ELEMENTWISE, **MATRIXWISE}
@@ -73,20 +72,6 @@ def backend(name: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def warnings_of() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    handler.setLevel(logging.WARNING)
-    logger = logging.getLogger("zerostep")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-
-
 def close(actual: Tensor, expected: Tensor, name: str, rounding: float) -> None:
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
     gap = (actual.double() - expected.double()).abs().max() if actual.numel() else torch.zeros(())
@@ -119,7 +104,6 @@ def _close_values(ours: Values, plain: Values, rounding: float) -> None:
 
 def _class(group: ProcessGroup, name: str, compiler: str, options: Mapping[str, Any]) -> None:
     case = CASES[name]
-    case = case if case.model != "convolutions" else case._replace(model="mlp")
     with backend(compiler):
         ours, plain = (Run(group, case, compiled, **options) for compiled in (True, False))
         for run in (ours, plain):
@@ -129,12 +113,15 @@ def _class(group: ProcessGroup, name: str, compiler: str, options: Mapping[str, 
     assert_close(ours, plain, 0.02 if case.kind is Muon else ROUNDING)
 
 
-@pytest.mark.parametrize("name", CASES)
+COMPILED = ["sgd_nesterov", "adamw_maximize", "nadam", "radam", "rprop", "muon"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*COMPILED, "adamw_convolutions")])
 def test_traced_updates_equal_those_of_the_class(pool: Pool, name: str) -> None:
     pool.run(_class, 2, name, "eager", {}, deadline=DEADLINE)
 
 
-@pytest.mark.parametrize("name", ["sgd_nesterov", "adamw_maximize", "nadam", "radam", "rprop", "asgd", "muon"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_updates_equal_those_of_the_class(pool: Pool, name: str) -> None:
     pool.run(_class, 2, name, "inductor", {}, deadline=DEADLINE)
 
@@ -151,9 +138,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_every_mode_can_be_compiled(pool: Pool, way: str, world: int) -> None:
-    pool.run(_class, world, "adamw", "eager", WAYS[way], deadline=DEADLINE)
+def test_every_mode_can_be_compiled(pool: Pool, way: str) -> None:
+    pool.run(_class, 3, "adamw", "eager", WAYS[way], deadline=DEADLINE)
 
 
 def _shared_graph(group: ProcessGroup) -> None:
@@ -238,8 +224,6 @@ def test_a_schedule_compiles_nothing_again(pool: Pool, kind: type[Optimizer], ma
 
 
 def _counted(group: ProcessGroup) -> None:
-    from torch._dynamo.utils import counters
-
     run = Run(group, Case(AdamW, {}), True)
     scheduler = _cosine(run.optimizer)
     run.train(3)
@@ -297,12 +281,12 @@ def _split_and_grown(group: ProcessGroup) -> None:
         for run in runs:
             run.train(6, unused={3: 1, 5: 0})
             extra = nn.Parameter(torch.ones(21))
-            run.model.all.append(extra)
+            run.model.register_parameter("extra", extra)
             run.optimizer.add_param_group(
                 {"params": [("extra", extra)], "lr": 0.1, "weight_decay": 0.0, "amsgrad": True}
             )
             run.train(4)
-    assert_close(*runs)
+    assert_close(runs[0], runs[1])
     assert runs[0].graphs <= 4
 
 

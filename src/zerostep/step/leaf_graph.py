@@ -215,9 +215,10 @@ def _widened(value: Tensor) -> Tensor:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    """The kind of an error and the first line of its text, with the second where the first ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def _explained(error: Exception) -> str:
