@@ -127,7 +127,7 @@ REFUSED: dict[type[Optimizer], str] = {
 }
 
 
-# ------------------------------------------------------------------------------------- what can be compiled all the same
+# ---------------------------------------------------------------------- what can be compiled all the same
 
 
 class OutOfPlace(Simple):
