@@ -17,6 +17,7 @@ from zerostep.step.leaf_graph import LeafGraph, on_device
 PRESENTATION: Literal["flat", "rows", "static"] = "rows"
 ROW = 1024
 BACKEND = "inductor"
+_FEW = 16
 
 
 class LeafProgram:
@@ -35,7 +36,9 @@ class LeafProgram:
     def compile(self, example: Arguments, options: Sequence[Tensor], factor: Tensor) -> None:
         """Compile by running over an example, so that an error leaves everything real as it was."""
         vector, _ = self._vector(example, options, factor)
-        for elements in self._shown(example):
+        for shown in self._shown(example):
+            # Behind others in memory, a part would make a graph for parts that are behind others.
+            elements = [each if each.storage_offset() < _FEW else each.clone() for each in shown]
             for each in elements if example.any_length else ():
                 if each.shape == elements[1].shape:
                     torch._dynamo.mark_dynamic(each, 0)
