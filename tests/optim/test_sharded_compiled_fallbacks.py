@@ -108,6 +108,39 @@ class OtherKind(Simple):
         state["count"] = torch.zeros(1) if state["count"].dim() == 0 else torch.zeros(())
 
 
+class TensorAttribute(Simple):
+    """Its counter is a tensor, but not one of the state."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.total = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.total = self.total + 1
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad * group["lr"] / (1 + self.total))
+
+
+class TensorElsewhere(Simple):
+    """It reads a tensor of the module that defines it."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad * group["lr"] / (1 + GLOBAL))
+
+
+GLOBAL = torch.tensor(2.0)
+
+
+class Nothing(Simple):
+    """It leaves out what looks like no parameter."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if type(param) is nn.Parameter:
+            param.sub_(grad * group["lr"])
+
+
 class Named(Simple):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -124,6 +157,9 @@ REFUSED: dict[type[Optimizer], str] = {
     NewKey: "adds or removes the state",
     OtherKind: "another shape or kind",
     Named: "belongs to no parameter",
+    TensorAttribute: "keeps tensors in attributes",
+    TensorElsewhere: "reads tensors that are not of its state",
+    Nothing: "does not change the parameter",
 }
 
 
@@ -158,6 +194,19 @@ class ByLength(Simple):
         param.sub_(group["lr"] * grad * (2.0 if param.numel() > 60 else 3.0))
 
 
+class Constants(Simple):
+    """Tensors that a step makes of numbers are constants."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad * torch.tensor(0.5) * torch.as_tensor([0.25]) * group["lr"]).clamp_(min=torch.tensor(-5.0))
+
+
+class OfTrained(Simple):
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if isinstance(param, nn.Parameter) and param.requires_grad:
+            param.sub_(grad * group["lr"])
+
+
 class ByOption(Simple):
     def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["mean"].mul_(group["decay"]).add_(grad)
@@ -167,7 +216,7 @@ class ByOption(Simple):
             param.sub_(group["lr"] * grad)
 
 
-COMPILED = [Simple, OutOfPlace, KeepsGradient, Swaps, ByLength, ByOption]
+COMPILED = [Simple, Constants, OfTrained, OutOfPlace, KeepsGradient, Swaps, ByLength, ByOption]
 
 
 # ------------------------------------------------------------------------------------------------------------------

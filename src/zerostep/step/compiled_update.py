@@ -30,6 +30,7 @@ from zerostep.step.leaf_graph import (
     Path,
     TracedLeaf,
     first_line,
+    holds_tensors,
     outcome,
     plain_values,
     trace,
@@ -234,8 +235,11 @@ class _OptimizerPrograms:
 
     def _check(self, arguments: Arguments) -> None:
         state: Mapping[Any, Any] = self._optimizer.state
-        named = any(not isinstance(key, Tensor) for key in state)
-        obstacle = "it keeps state that belongs to no parameter" if named else arguments.obstacle()
+        if any(not isinstance(key, Tensor) for key in state):
+            raise NotTraceableError("it keeps state that belongs to no parameter")
+        if holds_tensors(self._optimizer):
+            raise NotTraceableError("it keeps tensors in attributes")
+        obstacle = arguments.obstacle()
         if obstacle is not None:
             raise NotTraceableError(obstacle)
 

@@ -32,6 +32,7 @@ Decision = tuple[Path, str, float]
 
 _OPERATORS = {"ne": operator.ne, "eq": operator.eq, "__eq__": operator.eq, "gt": operator.gt, "ge": operator.ge}
 _OPERATORS |= {"lt": operator.lt, "le": operator.le}
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _aten = torch.ops.aten
 # Element-wise, though torch does not mark them so.
 _ALSO_POINTWISE = {_aten.clone.default, _aten._to_copy.default, _aten.copy_.default}
@@ -132,7 +133,9 @@ class _StandIn:
         optimizer = _copied(traced.optimizer, [group], state)
         before = plain_values(optimizer)
         leaf.grad = grad
-        mode = _TensorNumbers(dict(zip(map(id, given), traced.inputs, strict=True)), traced.options, self.decisions)
+        setattr(leaf, "_is_param", True)  # what isinstance(leaf, nn.Parameter) asks for  # noqa: B010
+        inputs = dict(zip(map(id, given), traced.inputs, strict=True))
+        mode = _TensorNumbers(leaf, inputs, traced.options, self.decisions)
         with _as_if_compiled(), mode, torch.no_grad():
             optimizer.step()
         self._check_options(options, group)
@@ -181,6 +184,18 @@ def plain_values(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer that a graph would take for constants: numbers, texts and lists of them."""
     found = {key: _plain(value) for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def holds_tensors(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps tensors in attributes, which a trace would change."""
+    others = {"state", "param_groups", "defaults"}
+    return _has_tensors({key: value for key, value in vars(optimizer).items() if key not in others})
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple, set)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _plain(value: Any) -> Any:
@@ -245,14 +260,17 @@ class _TensorNumbers(TorchFunctionMode):
     value that it has in `options` decides, and that is noted.
     """
 
-    def __init__(self, inputs: Mapping[int, Path], options: Group, decisions: set[Decision]) -> None:
+    def __init__(self, leaf: Tensor, inputs: Mapping[int, Path], options: Group, decisions: set[Decision]) -> None:
         super().__init__()
+        self._leaf = leaf
         self._inputs, self._options, self._decisions = inputs, options, decisions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace some calls by others with the same result."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if func == _REQUIRES_GRAD and args[0] is self._leaf:
+            return True
         if id(args[0] if args else None) in self._inputs and self._is_decision(name, args):
             return self._decide(self._inputs[id(args[0])], name.strip("_"), *args[1:])
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
@@ -320,6 +338,10 @@ class _Halves:
         """The two halves."""
         if any(node.target is _aten._local_scalar_dense.default for node in self._whole.graph.nodes):
             raise NotTraceableError("its step reads a tensor on the host, as item() does")
+        if any(map(_is_foreign, self._whole.graph.nodes)):
+            raise NotTraceableError("its step reads tensors that are not of its state")
+        if _is_unchanged(self._outputs[0], self._element_inputs[2]):
+            raise NotTraceableError("its step does not change the parameter")
         elements = self._elements()
         # Noted where Python code, as `if tensor.numel() > 100`, has asked for a length.
         guards = getattr(getattr(self._whole, "shape_env", None), "guards", ())
@@ -383,6 +405,11 @@ def _drop_profiling(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether a node reads a tensor that was there before; one that the step has made of numbers is a constant."""
+    return node.op == "get_attr" and any(user.target is not _aten.lift_fresh_copy.default for user in node.users)
 
 
 def _is_unchanged(value: fx.Node, before: fx.Node) -> bool:
