@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,6 +134,14 @@ class TensorElsewhere(Simple):
 GLOBAL = torch.tensor(2.0)
 
 
+class Dice(Simple):
+    """It draws numbers that a trace would keep."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["count"] += 1
+        param.sub_(grad * group["lr"] * (1.0 if random.random() < 2.0 else 0.0))
+
+
 class Nothing(Simple):
     """It leaves out what looks like no parameter."""
 
@@ -159,6 +168,7 @@ REFUSED: dict[type[Optimizer], str] = {
     Named: "belongs to no parameter",
     TensorAttribute: "keeps tensors in attributes",
     TensorElsewhere: "reads tensors that are not of its state",
+    Dice: "draws Python's random numbers",
     Nothing: "does not change the parameter",
 }
 

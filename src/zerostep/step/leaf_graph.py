@@ -8,6 +8,7 @@ those results in one small tensor, and updates the leaf, its state and the round
 from __future__ import annotations
 
 import operator
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,8 +137,12 @@ class _StandIn:
         setattr(leaf, "_is_param", True)  # what isinstance(leaf, nn.Parameter) asks for  # noqa: B010
         inputs = dict(zip(map(id, given), traced.inputs, strict=True))
         mode = _TensorNumbers(leaf, inputs, traced.options, self.decisions)
+        drawn = random.getstate()
         with _as_if_compiled(), mode, torch.no_grad():
             optimizer.step()
+        if random.getstate() != drawn:
+            random.setstate(drawn)
+            raise NotTraceableError("its step draws Python's random numbers")
         self._check_options(options, group)
         if plain_values(optimizer) != before:
             raise NotTraceableError("its step changes attributes of the optimizer")
