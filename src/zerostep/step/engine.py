@@ -622,10 +622,14 @@ class Engine:
         """
         chosen = self.used_buckets()
         failure = self._updater.update(chosen, inners, self._owned_grad, self.sums.used)
+        if not self.blocks_host:
+            # Ahead of the status, which nobody waits for: in stream order the parameters would wait for it.
+            self._updater.launch_deferred(chosen)
         self.status.send(self._progress.place(self._gradients(), joined), failure)
         if failure is not None:
             self.status.send_error(failure)
-        self._updater.launch_deferred(chosen)
+        if self.blocks_host:
+            self._updater.launch_deferred(chosen)
         return failure
 
     def _gradients(self) -> int:

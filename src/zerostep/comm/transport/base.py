@@ -6,7 +6,7 @@ A subclass adds the three transfers that these are made of: a send, a receive an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 
@@ -22,7 +22,8 @@ from zerostep.errors import TransportError
 _TAG_STATUS = 0x7A66
 # Many messages keep a socket busy. On an accelerator stream order does that, and scratch memory is scarce.
 _MESSAGES_IN_FLIGHT = 8
-_BROADCASTS_IN_FLIGHT = 2
+_GROUPS_IN_FLIGHT = 2
+_GROUP_BYTES = 64 << 20
 _MOST_NAMED = 8
 
 
@@ -64,7 +65,7 @@ class BaseTransport(Transport, ABC):
             if bucket_memory.device.type == "cpu":
                 finish_in_order(self._exchange_messages(bucket_memory, errors), _MESSAGES_IN_FLIGHT)
             else:
-                finish_in_order(self._broadcast_messages(bucket_memory), _BROADCASTS_IN_FLIGHT)
+                finish_in_order(self._broadcast_messages(bucket_memory), _GROUPS_IN_FLIGHT)
         errors.raise_if_any()
         return rows
 
@@ -86,13 +87,22 @@ class BaseTransport(Transport, ABC):
                     send = self.start_send(memory, to) if memory is not None else None
                 yield partial(_finish_messages, message, receive, send, errors)
 
+    def start_broadcasts(self, memories: Sequence[tuple[Tensor, int]]) -> Sequence[Transfer]:
+        """Start overwriting each memory with that of the rank that comes with it, all at once if the backend can."""
+        return [self.start_broadcast(memory, source) for memory, source in memories]
+
     def _broadcast_messages(self, bucket_memory: BucketMemory) -> Iterator[Callable[[], None]]:
         # All ranks take the owners in the same order: broadcasts of one group are matched by their order alone.
-        for owner in range(self.world_size):
-            mine = owner == self.rank
-            for message in bucket_memory.messages(owner):
-                transfer = self.start_broadcast(message.pack() if mine else message.buffer(), owner)
-                yield partial(_finish_broadcast, None if mine else message, transfer)
+        # One message of each owner by turns, so that all ranks send at the same time.
+        turns = zip_longest(*(bucket_memory.messages(owner) for owner in range(self.world_size)))
+        messages = [(message, owner) for turn in turns for owner, message in enumerate(turn) if message is not None]
+        for group in _groups(messages):
+            memories = [(each.pack() if owner == self.rank else each.buffer(), owner) for each, owner in group]
+            received = [
+                (each, memory) for (each, owner), (memory, _) in zip(group, memories, strict=True) if owner != self.rank
+            ]
+            # The backend reads and writes all memories until the wait.
+            yield partial(_finish_broadcasts, self.start_broadcasts(memories), memories, received)
 
     def _exchange_status(self, row: Sequence[int], fingerprint: int, errors: FirstError) -> list[list[int]]:
         """Exchange rows and fingerprints with every rank, in one small message each: cheaper than a collective."""
@@ -130,10 +140,26 @@ def _finish_messages(
             send.wait()
 
 
-def _finish_broadcast(message: Message | None, transfer: Transfer) -> None:
-    memory = transfer.wait()
-    if message is not None:
+def _finish_broadcasts(
+    transfers: Sequence[Transfer], memories: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Message, Tensor]]
+) -> None:
+    for transfer in transfers:
+        transfer.wait()
+    for message, memory in received:
         message.unpack(memory)
+
+
+def _groups(messages: Iterable[tuple[Message, int]]) -> Iterator[list[tuple[Message, int]]]:
+    """Messages that are under way together: of at most so many bytes, or one."""
+    group, filled = list[tuple[Message, int]](), 0
+    for message, owner in messages:
+        if group and filled + message.nbytes > _GROUP_BYTES:
+            yield group
+            group, filled = [], 0
+        group.append((message, owner))
+        filled += message.nbytes
+    if group:
+        yield group
 
 
 def as_real(memory: Tensor) -> Tensor:
