@@ -158,7 +158,7 @@ def _host_and_whole(action: Callable[[], object], rounds: int) -> tuple[float, f
     """Medians of the seconds until the host goes on, and until the device is done."""
     for _ in range(3):
         action()
-    host, whole = update._alone(action, rounds)
+    host, whole = update.alone(action, rounds)
     return median(host), median(whole)
 
 
@@ -168,7 +168,7 @@ def _host_and_whole_of_step(
     found = []
     for _ in range(rounds):
         _pass(model, data)
-        found.append(update._alone(optimizer.step, 1))
+        found.append(update.alone(optimizer.step, 1))
         optimizer.zero_grad()
     return median(host[0] for host, _ in found), median(whole[0] for _, whole in found)
 
