@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor
@@ -60,14 +60,18 @@ class BaseTransport(Transport, ABC):
         # The fingerprints come before any data: a rank with another layout would make the message sizes differ.
         exchanges = self.exchanges_status(bucket_memories)
         rows = self._exchange_status(row, fingerprint, errors) if exchanges else [list(row)]
-        for bucket_memory in bucket_memories:
-            bucket_memory.attach()
-            if bucket_memory.device.type == "cpu":
-                finish_in_order(self._exchange_messages(bucket_memory, errors), _MESSAGES_IN_FLIGHT)
-            else:
-                finish_in_order(self._broadcast_messages(bucket_memory), _GROUPS_IN_FLIGHT)
+        for device, memories in groupby(bucket_memories, key=lambda bucket_memory: bucket_memory.device):
+            self._gather_on(device, list(memories), errors)
         errors.raise_if_any()
         return rows
+
+    def _gather_on(self, device: torch.device, memories: Sequence[BucketMemory], errors: FirstError) -> None:
+        for memory in memories:
+            memory.attach()
+            if device.type == "cpu":
+                finish_in_order(self._exchange_messages(memory, errors), _MESSAGES_IN_FLIGHT)
+        if device.type != "cpu":
+            finish_in_order(self._broadcast_messages(memories), _GROUPS_IN_FLIGHT)
 
     def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """True if some bucket is in host memory: then every rank waits for every other anyway."""
@@ -91,18 +95,16 @@ class BaseTransport(Transport, ABC):
         """Start overwriting each memory with that of the rank that comes with it, all at once if the backend can."""
         return [self.start_broadcast(memory, source) for memory, source in memories]
 
-    def _broadcast_messages(self, bucket_memory: BucketMemory) -> Iterator[Callable[[], None]]:
+    def _broadcast_messages(self, memories: Sequence[BucketMemory]) -> Iterator[Callable[[], None]]:
         # All ranks take the owners in the same order: broadcasts of one group are matched by their order alone.
-        # One message of each owner by turns, so that all ranks send at the same time.
-        turns = zip_longest(*(bucket_memory.messages(owner) for owner in range(self.world_size)))
-        messages = [(message, owner) for turn in turns for owner, message in enumerate(turn) if message is not None]
+        messages = [each for memory in memories for each in _by_turns(memory, self.world_size)]
         for group in _groups(messages):
-            memories = [(each.pack() if owner == self.rank else each.buffer(), owner) for each, owner in group]
+            sent = [(each.pack() if owner == self.rank else each.buffer(), owner) for each, owner in group]
             received = [
-                (each, memory) for (each, owner), (memory, _) in zip(group, memories, strict=True) if owner != self.rank
+                (each, memory) for (each, owner), (memory, _) in zip(group, sent, strict=True) if owner != self.rank
             ]
             # The backend reads and writes all memories until the wait.
-            yield partial(_finish_broadcasts, self.start_broadcasts(memories), memories, received)
+            yield partial(_finish_broadcasts, self.start_broadcasts(sent), sent, received)
 
     def _exchange_status(self, row: Sequence[int], fingerprint: int, errors: FirstError) -> list[list[int]]:
         """Exchange rows and fingerprints with every rank, in one small message each: cheaper than a collective."""
@@ -147,6 +149,14 @@ def _finish_broadcasts(
         transfer.wait()
     for message, memory in received:
         message.unpack(memory)
+
+
+def _by_turns(memory: BucketMemory, owners: int) -> Iterator[tuple[Message, int]]:
+    """All messages and their owners, one of each owner by turns, so that all ranks send at the same time."""
+    for turn in zip_longest(*(memory.messages(owner) for owner in range(owners))):
+        for owner, message in enumerate(turn):
+            if message is not None:
+                yield message, owner
 
 
 def _groups(messages: Iterable[tuple[Message, int]]) -> Iterator[list[tuple[Message, int]]]:
