@@ -109,14 +109,17 @@ def measured(name: str, keys: Sequence[str], rounds: int, folder: str | None) ->
     case = next(case for case in CASES if case.name == name)
     wire = _wire()
     data, trainers, rows = case.data(dist.get_rank()), dict[str, Trainer](), list[dict[str, Any]]()
+    held = dict[str, int]()
     for entry in [entry for entry in ENTRIES if entry.key in keys]:
+        before = torch.cuda.memory_allocated()
         try:
             trainers[entry.key] = _built(entry, case, data)
+            held[entry.key] = torch.cuda.memory_allocated() - before
         except Exception as error:  # whatever a peer raises is its row
             traceback.print_exc()
             rows.append({"entry": entry.name, "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
     gaps = _gaps(trainers)
-    times = _timed(trainers, data, rounds)
+    times = _timed(trainers, data, rounds, held)
     names = {entry.key: entry.name for entry in ENTRIES}
     found = [{"entry": names[key], "difference": gaps[key], **times[key]} for key in trainers]
     if folder is not None:
@@ -175,12 +178,14 @@ def _gaps(trainers: Mapping[str, Trainer]) -> dict[str, float]:
     return {key: largest_difference(plain, trainer.full_parameters()) for key, trainer in trainers.items()}
 
 
-def _timed(trainers: Mapping[str, Trainer], data: Tensor, rounds: int) -> dict[str, dict[str, Any]]:
+def _timed(
+    trainers: Mapping[str, Trainer], data: Tensor, rounds: int, held: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, list[float]]] = {key: {} for key in trainers}
     for turn in range(rounds):
         order = list(trainers)[turn % len(trainers) :] + list(trainers)[: turn % len(trainers)]
         for key in order:
-            for name, value in _one_round(trainers[key], data).items():
+            for name, value in _one_round(trainers[key], data, held[key]).items():
                 found[key].setdefault(name, []).append(value)
     return {
         key: {name: _slowest(values) if name != "peak bytes" else values for name, values in each.items()}
@@ -194,13 +199,16 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
     return [float(value) for value in rounds]
 
 
-def _one_round(trainer: Trainer, data: Tensor) -> dict[str, float]:
+def _one_round(trainer: Trainer, data: Tensor, held: int) -> dict[str, float]:
+    """Times, and the most memory of this entry alone: what it holds between steps, and what a step adds to that."""
     gc.collect()
     gc.disable()
     torch.cuda.reset_peak_memory_stats()
+    others = torch.cuda.memory_allocated() - held
     host, single = _from_idle(trainer, data)
     steady = _steady(trainer, partial(trainer.step, data))
-    found = {"steady": steady, "single": single, "host": host, "peak bytes": float(torch.cuda.max_memory_allocated())}
+    peak = float(torch.cuda.max_memory_allocated() - others)
+    found = {"steady": steady, "single": single, "host": host, "peak bytes": peak}
     if isinstance(trainer, Loop) and trainer.clips:
         found["clip"] = _steady(trainer, partial(trainer.clipped_step, data, MAX_NORM))
     gc.enable()

@@ -462,7 +462,7 @@ class Engine:
         return self.iteration.steps - self._progress.steps
 
     def _show_gradients(self, placed: Collection[int]) -> None:
-        """Give every parameter that some rank has used something in `.grad`, on all ranks; those of `placed` have it."""
+        """Give every parameter that some rank has used something in `.grad`, on all ranks; `placed` have it already."""
         # DDP has set .grad to this rank's zeros where only other ranks have a gradient: they are not a sum.
         absent, self._absent = self._absent, []
         for index in absent:
