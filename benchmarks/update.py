@@ -118,12 +118,13 @@ def _optimizer(entry: Entry, model: nn.Module) -> Optimizer:
     if entry.bucket_mb is None:
         return AdamW(model.parameters(), **options)
     ours: dict[str, Any] = {"compile": entry.compiled, "master_dtype": torch.float32 if entry.masters else None}
-    with _exchange(entry.nccl):
+    with through_nccl(entry.nccl):
         return ShardedOptimizer(model, AdamW, bucket_mb=entry.bucket_mb, **ours, **options)
 
 
 @contextmanager
-def _exchange(nccl: bool) -> Iterator[None]:
+def through_nccl(nccl: bool) -> Iterator[None]:
+    """Optimizers built here call NCCL, although their group has one rank."""
     if not nccl:
         yield
         return
@@ -149,7 +150,7 @@ def _back_to_back(step: Step, rounds: int) -> list[float]:
     return [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
 
 
-def _alone(step: Step, rounds: int) -> tuple[list[float], list[float]]:
+def alone(step: Step, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of steps that start on an idle device: until the host goes on, and until the device is done."""
     host, whole = [], []
     for _ in range(rounds):
@@ -168,9 +169,9 @@ def _timed(step: Step, rounds: int) -> dict[str, list[float]]:
     gc.collect()
     gc.disable()
     device = _back_to_back(step, rounds)
-    host, alone = _alone(step, rounds)
+    host, whole = alone(step, rounds)
     gc.enable()
-    return {"back to back": device, "alone": alone, "host": host}
+    return {"back to back": device, "alone": whole, "host": host}
 
 
 def copy_seconds(elements: int, rounds: int) -> list[float]:

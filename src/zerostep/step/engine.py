@@ -401,7 +401,7 @@ class Engine:
             self.reduction.release_scratch()
             self.sums.use(self._used_in_pass)
             failure = self._end_backward_update() if self._in_backward else None
-            self._exchange_messages(read)
+            self._exchange_messages(read, () if dropped else self._placed)
             # Before the error is raised: everything of this pass was sent, and `recover` must not send it again.
             self.iteration.end_pass()
             self._put_back_dropped(dropped)
@@ -450,14 +450,14 @@ class Engine:
         self._end_update()
         return failure
 
-    def _exchange_messages(self, read: bool) -> None:
+    def _exchange_messages(self, read: bool, placed: Collection[int]) -> None:
         used = map(self._used_in_pass.__contains__, range(len(self.buckets.params)))
         # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
         complete = len(self._used_in_pass) == self.reduction.trainable_count
         self._messages.send(self.iteration.passes, list(used), complete)
         if read and not complete:
             self.read_messages()
-        self._show_gradients()
+        self._show_gradients(placed)
 
     def read_messages(self) -> None:
         """Wait for the messages of the passes that this rank has not read yet."""
@@ -468,8 +468,8 @@ class Engine:
     def _steps_before_load(self) -> int:
         return self.iteration.steps - self._progress.steps
 
-    def _show_gradients(self) -> None:
-        """Give every parameter that some rank has used something in `.grad`, on all ranks."""
+    def _show_gradients(self, placed: Collection[int]) -> None:
+        """Give every parameter that some rank has used something in `.grad`, on all ranks; `placed` have it already."""
         # DDP has set .grad to this rank's zeros where only other ranks have a gradient: they are not a sum.
         absent, self._absent = self._absent, []
         for index in absent:
@@ -480,7 +480,7 @@ class Engine:
                 self._stand_ins.place_whole(index, whole_grad(self.buckets, sums, index))
             self._use_present()
         else:
-            self._stand_ins.place(self.sums.used)
+            self._stand_ins.place(set(self.sums.used).difference(placed))
         self._forget_lifted()
         if self._reference is not None:
             self._reference.check_sums(self.whole_gradients())
@@ -506,8 +506,10 @@ class Engine:
                 self._put_back()
                 if self._joining():
                     self._read_in_join()
-                self._notice_dropped()
-                own = self._own_grads()
+                own = []
+                if not self._stand_ins.untouched:
+                    self._notice_dropped()
+                    own = self._own_grads()
                 # A rank without a backward pass must launch all buckets, too: the others wait for them in theirs.
                 if own or self.iteration.phase is Phase.BETWEEN:
                     self._reduce_own(own)
@@ -629,10 +631,14 @@ class Engine:
         """
         chosen = self.used_buckets()
         failure = self._updater.update(chosen, inners, self._owned_grad, self.sums.used)
+        if not self.blocks_host:
+            # Ahead of the status, which nobody waits for: in stream order the parameters would wait for it.
+            self._updater.launch_deferred(chosen)
         self.status.send(self._progress.place(self._gradients(), joined), failure)
         if failure is not None:
             self.status.send_error(failure)
-        self._updater.launch_deferred(chosen)
+        if self.blocks_host:
+            self._updater.launch_deferred(chosen)
         return failure
 
     def _gradients(self) -> int:
@@ -674,4 +680,4 @@ class Engine:
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter; the same on all ranks."""
-        return self.buckets.buckets_of(list(self.sums.used))
+        return self.sums.used_buckets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from zerostep.plan.buckets import padded_size
 from zerostep.step.reduction_plan import ReductionPlan, Run
 
 _flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+_dim, _dtype = attrgetter("ndim"), attrgetter("dtype")
 
 
 class GradBuffers:
@@ -91,11 +93,21 @@ class GradBuffers:
         for params, span in self._runs[bucket] if small else ():
             run = [small[param] for param in params if param in small]
             if len(run) == len(params):
-                self._scale_into(self._memory(bucket)[span.start : span.stop], _flatten(run))
+                self._scale_run_into(self._memory(bucket)[span.start : span.stop], run)
             else:
                 for param in params:
                     if param in small:
                         self._write(param, small[param])
+
+    def _scale_run_into(self, view: Tensor, grads: list[Tensor]) -> None:
+        """Scale gradients into neighbouring places; contiguous ones straight into them, without memory in between."""
+        if {view.dtype}.issuperset(map(_dtype, grads)) and all(map(Tensor.is_contiguous, grads)):
+            if not {1}.issuperset(map(_dim, grads)):
+                grads = [grad.view(-1) for grad in grads]
+            torch.cat(grads, out=view)
+            view.mul_(self._plan.scale)
+        else:
+            self._scale_into(view, _flatten(grads))
 
     def _scale_into(self, view: Tensor, grad: Tensor) -> None:
         if grad.dtype == view.dtype:

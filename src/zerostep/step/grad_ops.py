@@ -89,7 +89,7 @@ class ShardedGradOps:
         self._note_edit()
         self._settle()
         if self._scattered:
-            self._sums.scale(self._buckets.buckets_of(list(self._sums.used)), factor)
+            self._sums.scale(self._sums.used_buckets, factor)
             return
         with torch.no_grad():
             for part in self._parts(self._sums.used):

@@ -50,6 +50,11 @@ class GradSums:
         return self._used
 
     @property
+    def used_buckets(self) -> list[int]:
+        """The buckets of the used parameters, in launch order."""
+        return sorted(set(map(self._plan.bucket_of.__getitem__, self._used)))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the sums, and of memory kept for the next ones."""
         parts = [part.unsettled for part in self._parts.values()]

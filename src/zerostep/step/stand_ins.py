@@ -78,6 +78,12 @@ class StandIns:
         """Whether no parameter has a stand-in now."""
         return ShardedGradient not in set(map(type, [param.grad for param in self._buckets.params]))
 
+    @property
+    def untouched(self) -> bool:
+        """Whether all parameters have stand-ins to which nothing was added: nothing was dropped or set by hand."""
+        grads: list[Any] = [param.grad for param in self._buckets.params]
+        return {ShardedGradient}.issuperset(map(type, grads)) and {None}.issuperset([grad.arrived for grad in grads])
+
     def keep_own_grad(self, index: int) -> None:
         """A gradient of a pass inside `no_sync()` has been added: its memory must not be autograd's."""
         grad = self._buckets.params[index].grad
