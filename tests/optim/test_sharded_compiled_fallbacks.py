@@ -211,6 +211,24 @@ class Constants(Simple):
         param.sub_(grad * torch.tensor(0.5) * torch.as_tensor([0.25]) * group["lr"]).clamp_(min=torch.tensor(-5.0))
 
 
+class Lists(Simple):
+    """It works on lists of tensors, numbers among them."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        torch._foreach_add_([state["count"]], 1)
+        torch._foreach_mul_([state["mean"]], group["decay"])
+        torch._foreach_add_([state["mean"]], [grad])
+        torch._foreach_sub_([param], torch._foreach_div([state["mean"] * group["lr"]], [state["count"]]))
+
+
+class Norms(Simple):
+    """A number of its state depends on elements."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["count"].mul_(group["decay"]).add_(grad.norm())
+        param.sub_(group["lr"] * grad / state["count"])
+
+
 class OfTrained(Simple):
     def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if isinstance(param, nn.Parameter) and param.requires_grad:
@@ -226,7 +244,7 @@ class ByOption(Simple):
             param.sub_(group["lr"] * grad)
 
 
-COMPILED = [Simple, Constants, OfTrained, OutOfPlace, KeepsGradient, Swaps, ByLength, ByOption]
+COMPILED = [Simple, Lists, Norms, Constants, OfTrained, OutOfPlace, KeepsGradient, Swaps, ByLength, ByOption]
 
 
 # ------------------------------------------------------------------------------------------------------------------

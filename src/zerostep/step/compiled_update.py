@@ -26,6 +26,7 @@ from zerostep.step.leaf_arguments import Arguments
 from zerostep.step.leaf_graph import (
     Decision,
     LeafGraph,
+    MeasuredNumbersError,
     NotTraceableError,
     Path,
     TracedLeaf,
@@ -144,6 +145,7 @@ class _OptimizerPrograms:
         self._changing: set[Path] = set()
         self._fixed: set[Path] = set()
         self._decisions: set[Decision] = set()
+        self._measured: frozenset[str] = frozenset()
         self._factors = _Factors()
         self.refused = False
         self.seconds, self.graphs = 0.0, 0
@@ -197,7 +199,9 @@ class _OptimizerPrograms:
             self._stepped.add(leaf)
             return None
         family = group.inputs, group.constants, tuple(entry)
-        arguments = self._presented(Arguments(grad, leaf.tensor.detach(), rounded, entry), family)
+        arguments = self._presented(
+            Arguments(grad, leaf.tensor.detach(), rounded, entry, measured=self._measured), family
+        )
         where = _device_of_numbers(arguments, group.values)
         if any(value.device != where for value in arguments.numbers.values()):
             # Beside others on an accelerator, as a learning rate is that the user has put there.
@@ -246,6 +250,9 @@ class _OptimizerPrograms:
     def _traced(self, example: Arguments, group: _GroupOptions) -> LeafGraph:
         try:
             return trace(TracedLeaf(self._optimizer, group.options, group.inputs, example))
+        except MeasuredNumbersError as error:
+            self._measured |= frozenset(error.names)
+            raise _OtherKindError from None
         except NotTraceableError:
             # It may take no tensors for some of its numbers: those are constants, then.
             numbers = _numbers(group.options)
@@ -261,6 +268,8 @@ class _OptimizerPrograms:
             trace(TracedLeaf(self._optimizer, group.options, sorted(inputs), example))
         except NotTraceableError:
             return False
+        except MeasuredNumbersError:
+            return True
         return True
 
     def _note(self, arguments: Arguments, seconds: float) -> None:

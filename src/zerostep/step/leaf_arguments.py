@@ -18,30 +18,34 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Arguments:
-    """The tensors of one leaf in one step. `any_length` if its program is one for flat leaves of any length."""
+    """The tensors of one leaf in one step. `any_length` if its program is one for flat leaves of any length.
+
+    `measured` are the names of state that is one number, but depends on elements, as a norm does.
+    """
 
     grad: Tensor
     leaf: Tensor
     rounded: Tensor | None
     state: Mapping[str, Any]
     any_length: bool = False
+    measured: frozenset[str] = frozenset()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """State that is a tensor of elements."""
-        return {key: each for key, each in self._tensor_state.items() if not self._is_number(each)}
+        return {key: each for key, each in self._tensor_state.items() if not self._is_number(key, each)}
 
     @property
     def numbers(self) -> dict[str, Tensor]:
         """State that is one number for the whole leaf."""
-        return {key: each for key, each in self._tensor_state.items() if self._is_number(each)}
+        return {key: each for key, each in self._tensor_state.items() if self._is_number(key, each)}
 
     @property
     def _tensor_state(self) -> dict[str, Tensor]:
         return {key: value for key, value in self.state.items() if isinstance(value, Tensor)}
 
-    def _is_number(self, value: Tensor) -> bool:
-        return value.dim() == 0 and self.leaf.dim() > 0
+    def _is_number(self, key: str, value: Tensor) -> bool:
+        return value.dim() == 0 and self.leaf.dim() > 0 and key not in self.measured
 
     @property
     def number_dtype(self) -> torch.dtype:
@@ -57,7 +61,7 @@ class Arguments:
         """Whatever a program depends on, but for options."""
         state = tuple((key, self._described(value)) for key, value in self.state.items())
         given = [self.grad, self.leaf, *([] if self.rounded is None else [self.rounded])]
-        return (self.any_length, *map(self._described, given), state)
+        return (self.any_length, self.measured, *map(self._described, given), state)
 
     def _described(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -42,6 +42,14 @@ _ALSO_POINTWISE |= {_aten.zeros_like.default, _aten.ones_like.default, _aten.ful
 
 class NotTraceableError(Exception):
     """A class's step cannot become a graph; the text says why."""
+
+
+class MeasuredNumbersError(Exception):
+    """Some state is one number, but its new value depends on elements: it is no input of the numbers' half."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ def trace(traced: TracedLeaf) -> LeafGraph:
     for capturable in (False, True) if "capturable" in traced.options else (None,):
         try:
             return _trace(traced, capturable)
-        except NotTraceableError:
+        except (NotTraceableError, MeasuredNumbersError):
             raise
         except Exception as error:
             refused = refused or error
@@ -347,6 +355,10 @@ class _Halves:
             raise NotTraceableError("its step reads tensors that are not of its state")
         if _is_unchanged(self._outputs[0], self._element_inputs[2]):
             raise NotTraceableError("its step does not change the parameter")
+        after = self._outputs[len(self._element_inputs) - 2 :]
+        measured = [key for key, node in zip(self._example.numbers, after, strict=True) if node not in self._is_number]
+        if measured:
+            raise MeasuredNumbersError(measured)
         elements = self._elements()
         # Noted where Python code, as `if tensor.numel() > 100`, has asked for a length.
         guards = getattr(getattr(self._whole, "shape_env", None), "guards", ())
@@ -357,7 +369,8 @@ class _Halves:
         found = set(self._number_inputs)
         for node in self._whole.graph.nodes:
             value = node.meta.get("val")
-            small = isinstance(value, Tensor) and value.dim() == 0
+            several = value if isinstance(value, (list, tuple)) else [value]
+            small = all(isinstance(each, Tensor) and each.dim() == 0 for each in several)
             if node.op == "get_attr":
                 constant = getattr(self._whole, str(node.target))
                 small = isinstance(constant, Tensor) and constant.dim() == 0
