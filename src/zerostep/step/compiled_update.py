@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from zerostep.memory.leaf import Leaf
 from zerostep.plan.groups import Group, own_options
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.leaf_arguments import Arguments
+from zerostep.step.leaf_arguments import Arguments, is_aligned
 from zerostep.step.leaf_graph import (
     Decision,
     LeafGraph,
@@ -36,7 +35,8 @@ from zerostep.step.leaf_graph import (
     plain_values,
     trace,
 )
-from zerostep.step.leaf_program import LeafProgram, is_of_any_length
+from zerostep.step.leaf_program import LeafProgram, ReadyLeaf, is_of_any_length
+from zerostep.tensors import flat_alias
 
 logger = logging.getLogger("zerostep")
 
@@ -46,8 +46,26 @@ _MOST_ATTEMPTS = 6
 
 _Kind = tuple[Any, ...]
 
-Update = Callable[[Tensor | None], None]
-"""Updates one leaf; takes the factor that its gradient is to be multiplied by."""
+
+@dataclass(frozen=True)
+class Update:
+    """One leaf with its gradient and the numbers of this step, ready to be updated."""
+
+    programs: _OptimizerPrograms
+    leaf: ReadyLeaf
+    grad: Tensor
+    options: tuple[Tensor, ...]
+
+
+def run_updates(updates: Iterable[tuple[Update, Tensor | None]]) -> None:
+    """Update leaves, each with the factor that its gradient is to be multiplied by; those of one kind together."""
+    alike: dict[tuple[int, ...], list[tuple[Update, Tensor | None]]] = {}
+    for update, factor in updates:
+        key = id(update.leaf.program), id(update.options), id(factor)
+        alike.setdefault(key, []).append((update, factor))
+    for together in alike.values():
+        first, factor = together[0]
+        first.programs.run([(update.leaf, update.grad) for update, _ in together], first.options, factor)
 
 
 class CompiledUpdates:
@@ -137,6 +155,7 @@ class _OptimizerPrograms:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._programs: dict[_Kind, LeafProgram] = {}
+        self._ready: WeakKeyDictionary[Leaf, _Known] = WeakKeyDictionary()
         self._pointwise: set[_Kind] = set()
         self._of_one_length: set[_Kind] = set()
         self._stepped: WeakSet[Leaf] = WeakSet()
@@ -154,6 +173,7 @@ class _OptimizerPrograms:
         """Compile no more for this optimizer."""
         self.refused = True
         self._programs.clear()
+        self._ready.clear()
         name = type(self._optimizer).__name__
         logger.warning("compile=True: %s is updated by its own step(), without compilation: %s", name, reason)
 
@@ -198,10 +218,17 @@ class _OptimizerPrograms:
         if not entry and (leaf not in self._stepped or not group.stateless):
             self._stepped.add(leaf)
             return None
+        known = self._ready.get(leaf)
+        if known is None or not known.fits(leaf, grad, rounded, entry, group):
+            known = self._ready[leaf] = self._made_ready(leaf, grad, rounded, entry, group)
+        return Update(self, known.ready, flat_alias(grad) if known.ready.flattened else grad, group.values)
+
+    def _made_ready(
+        self, leaf: Leaf, grad: Tensor, rounded: Tensor | None, entry: dict[str, Any], group: _GroupOptions
+    ) -> _Known:
         family = group.inputs, group.constants, tuple(entry)
-        arguments = self._presented(
-            Arguments(grad, leaf.tensor.detach(), rounded, entry, measured=self._measured), family
-        )
+        given = Arguments(grad, leaf.tensor.detach(), rounded, entry, measured=self._measured)
+        arguments = self._presented(given, family)
         where = _device_of_numbers(arguments, group.values)
         if any(value.device != where for value in arguments.numbers.values()):
             # Beside others on an accelerator, as a learning rate is that the user has put there.
@@ -210,7 +237,8 @@ class _OptimizerPrograms:
         kind = *family, where, *arguments.kind()
         if kind not in self._programs:
             self._programs[kind] = self._compiled(family, arguments, group)
-        return partial(self._run, self._programs[kind], arguments, group.values)
+        ready = self._programs[kind].ready(arguments, flattened=arguments.grad.shape != grad.shape)
+        return _Known(ready, *_Known.of(leaf, grad, rounded, entry, group), dict(entry))
 
     def _presented(self, arguments: Arguments, family: _Kind) -> Arguments:
         """The arguments in the shape in which they are shown to a graph."""
@@ -233,7 +261,7 @@ class _OptimizerPrograms:
             self._pointwise.add(family)
             raise _OtherKindError
         program = LeafProgram(graph, example, _device_of_numbers(arguments, group.values))
-        program.compile(example, group.values, self._factors.of(None, example))
+        program.compile(example, group.values, self._factors.of(None, program))
         self._note(arguments, time.perf_counter() - start)
         return program
 
@@ -279,10 +307,34 @@ class _OptimizerPrograms:
         name, dtype = type(self._optimizer).__name__, str(arguments.leaf.dtype).removeprefix("torch.")
         logger.info("compiled the update of %s for %s in %s in %.1f s", name, shape, dtype, seconds)
 
-    def _run(
-        self, program: LeafProgram, arguments: Arguments, options: Sequence[Tensor], factor: Tensor | None
-    ) -> None:
-        program.run(arguments, options, self._factors.of(factor, arguments))
+    def run(self, leaves: Sequence[tuple[ReadyLeaf, Tensor]], options: Sequence[Tensor], factor: Tensor | None) -> None:
+        """Update leaves of one kind, each with its gradient."""
+        leaves[0][0].program.run(leaves, options, self._factors.of(factor, leaves[0][0].program))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A leaf that was made ready in an earlier step, and what that depends on. `state` keeps what it names alive."""
+
+    ready: ReadyLeaf
+    memory: tuple[Any, ...]
+    inputs: tuple[Path, ...]
+    constants: tuple[Any, ...]
+    state: dict[str, Any]
+
+    @staticmethod
+    def of(
+        leaf: Leaf, grad: Tensor, rounded: Tensor | None, entry: Mapping[str, Any], group: _GroupOptions
+    ) -> tuple[tuple[Any, ...], tuple[Path, ...], tuple[Any, ...]]:
+        pointers = leaf.tensor.data_ptr(), None if rounded is None else rounded.data_ptr()
+        devices = {value.device for value in group.values}
+        state = tuple((key, id(value)) for key, value in entry.items())
+        return (*pointers, grad.dtype, is_aligned(grad), devices, state), group.inputs, group.constants
+
+    def fits(
+        self, leaf: Leaf, grad: Tensor, rounded: Tensor | None, entry: Mapping[str, Any], group: _GroupOptions
+    ) -> bool:
+        return (self.memory, self.inputs, self.constants) == self.of(leaf, grad, rounded, entry, group)
 
 
 class _Factors:
@@ -292,8 +344,8 @@ class _Factors:
         self._ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._latest: tuple[Tensor, Tensor] | None = None
 
-    def of(self, factor: Tensor | None, arguments: Arguments) -> Tensor:
-        device, dtype = arguments.leaf.device, arguments.number_dtype
+    def of(self, factor: Tensor | None, program: LeafProgram) -> Tensor:
+        device, dtype = program.device, program.number_dtype
         if factor is None:
             if (device, dtype) not in self._ones:
                 self._ones[device, dtype] = torch.ones((), dtype=dtype, device=device)

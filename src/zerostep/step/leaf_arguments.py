@@ -68,7 +68,7 @@ class Arguments:
             return repr(value)
         like = self.any_length and value.shape == self.leaf.shape
         where = "any" if like else (tuple(value.shape), value.stride())
-        return where, value.dtype, value.device, _is_aligned(value)
+        return where, value.dtype, value.device, is_aligned(value)
 
     def obstacle(self) -> str | None:
         """Why these tensors cannot be shown to a graph, if they cannot."""
@@ -112,11 +112,11 @@ class Arguments:
 
 def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], like: Tensor) -> Tensor:
     """Zeros with these strides, at an address that is aligned if that of `like` is."""
-    start = 0 if _is_aligned(like) else 1
+    start = 0 if is_aligned(like) else 1
     length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
     return like.new_zeros(length + start).as_strided(shape, stride, start)
 
 
-def _is_aligned(tensor: Tensor) -> bool:
+def is_aligned(tensor: Tensor) -> bool:
     """Whether a kernel may read several elements at once from the first on; on the host it always may."""
     return tensor.device.type == "cpu" or tensor.data_ptr() % _ALIGNMENT == 0

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.bucket_shards import BucketShards
-from zerostep.step.compiled_update import CompiledUpdates, PreparedUpdates
+from zerostep.step.compiled_update import CompiledUpdates, PreparedUpdates, Update, run_updates
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
 from zerostep.step.labels import PhaseTimer
@@ -99,27 +100,29 @@ class Updater:
         leaves = {bucket: self._used_leaves(self._buckets.bind(bucket), inners, used) for bucket in batch}
         with self._timer.phase("update", batch[0], batch[-1]):
             rest = list[Leaf]()
+            ready = list[tuple[Update, Tensor | None]]()
             for bucket in batch:
-                rest += self._run_compiled(bucket, leaves[bucket], sums[bucket], prepared)
+                updates, others = self._compiled(bucket, leaves[bucket], sums[bucket], prepared)
+                ready += [(update, sums[bucket].factor) for update in updates]
+                rest += others
+            run_updates(ready)
             self._step_plain(rest, sums, partial_steps)
         for bucket in batch:
             self._buckets.shards[bucket].mark_changed(used)
 
-    def _run_compiled(
+    def _compiled(
         self, bucket: int, leaves: list[Leaf], given: ScaledSum, prepared: PreparedUpdates | None
-    ) -> list[Leaf]:
-        """Run the compiled updates of a bucket; the leaves that have none."""
+    ) -> tuple[list[Update], list[Leaf]]:
+        """The compiled updates of a bucket, and the leaves that have none."""
         if prepared is None:
-            return leaves
+            return [], leaves
         shard = self._buckets.shards[bucket]
         rounded = None if shard.master is None else shard.owned
         found = [prepared.of(leaf, given.unsettled, rounded) for leaf in leaves]
         if None in found:
             given.settled()  # the others read it as it should be
-        for update in found:
-            if update is not None:
-                update(given.factor)
-        return [leaf for leaf, update in zip(leaves, found, strict=True) if update is None]
+        others = [leaf for leaf, update in zip(leaves, found, strict=True) if update is None]
+        return [update for update in found if update is not None], others
 
     def _step_plain(self, leaves: list[Leaf], sums: Mapping[int, ScaledSum], partial_steps: PartialSteps) -> None:
         """Step on some leaves by the inner optimizers' own `step()`, and round what has masters."""
