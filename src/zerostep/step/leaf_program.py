@@ -30,6 +30,7 @@ class LeafProgram:
         self._numbers: Callable[..., Any] = numbers if numbers_on.type == "cpu" else _compile(numbers)
         self._elements = _compile(graph.elements)
         self._latest: tuple[Any, Tensor, Sequence[Tensor]] | None = None
+        self._takes_flat = example.leaf.dim() == 1
         on_host = self._device.type == "cpu"
         self._in_rows = example.any_length and graph.pointwise and PRESENTATION == "rows" and not on_host
 
@@ -47,7 +48,8 @@ class LeafProgram:
     def run(self, arguments: Arguments, options: Sequence[Tensor], factor: Tensor) -> None:
         """Update a leaf. `options` are the numbers that are inputs, each a tensor without dimensions."""
         vector, numbers = self._vector(arguments, options, factor)
-        for elements in self._shown(arguments):
+        flatten = self._takes_flat and arguments.leaf.dim() > 1
+        for elements in self._shown(arguments.flattened() if flatten else arguments):
             self._elements(elements[0], factor, *elements[1:], vector)
         # Last: a kernel that could not be compiled for this leaf has changed nothing then.
         for state, value in zip(arguments.numbers.values(), numbers, strict=True):
