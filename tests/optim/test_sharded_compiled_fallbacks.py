@@ -229,6 +229,14 @@ class Norms(Simple):
         param.sub_(group["lr"] * grad / state["count"])
 
 
+class ByShape(Simple):
+    """Vectors and matrices are updated in different ways, each element by itself."""
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.mul_(1.0 - (0.1 if param.dim() == 2 else 0.0) - (0.2 if param.shape[0] == 40 else 0.0))
+        param.sub_(group["lr"] * grad)
+
+
 class OfTrained(Simple):
     def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if isinstance(param, nn.Parameter) and param.requires_grad:
@@ -244,7 +252,7 @@ class ByOption(Simple):
             param.sub_(group["lr"] * grad)
 
 
-COMPILED = [Simple, Lists, Norms, Constants, OfTrained, OutOfPlace, KeepsGradient, Swaps, ByLength, ByOption]
+COMPILED = [Simple, ByShape, Lists, Norms, Constants, OfTrained, OutOfPlace, KeepsGradient, Swaps, ByLength, ByOption]
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -282,7 +290,7 @@ def _trained(
     group: ProcessGroup, kind: Callable[..., Optimizer], change: Callable[[dict[str, Any], int], None], **options: Any
 ) -> tuple[Values, ShardedOptimizer]:
     model = seeded(Weights)
-    optimizer = sharded(group, model, kind, partition="elements", **options)
+    optimizer = sharded(group, model, kind, **{"partition": "elements", **options})
     generator = torch.Generator().manual_seed(dist.get_rank(group))
     for step in range(6):
         change(optimizer.param_groups[0], step)
@@ -318,10 +326,12 @@ def test_a_class_that_cannot_be_traced_steps_by_itself(pool: Pool, kind: type[Op
     pool.run(_refused, 2, kind, REFUSED[kind], deadline=DEADLINE)
 
 
-def _traced(group: ProcessGroup, kind: type[Optimizer], change: Callable[[dict[str, Any], int], None]) -> None:
+def _traced(
+    group: ProcessGroup, kind: type[Optimizer], change: Callable[[dict[str, Any], int], None], partition: str
+) -> None:
     with backend("eager"), warned() as texts:
-        ours, optimizer = _trained(group, kind, change, compile=True)
-    plain, _ = _trained(group, kind, change)
+        ours, optimizer = _trained(group, kind, change, compile=True, partition=partition)
+    plain, _ = _trained(group, kind, change, partition=partition)
     assert texts == []
     assert optimizer.stats().compiled_graphs > 0
     for name, value in ours.items():
@@ -333,7 +343,8 @@ def _traced(group: ProcessGroup, kind: type[Optimizer], change: Callable[[dict[s
 def test_a_class_that_is_written_in_another_way_is_compiled(
     pool: Pool, kind: type[Optimizer], change: Callable[[dict[str, Any], int], None]
 ) -> None:
-    pool.run(_traced, 2, kind, change, deadline=DEADLINE)
+    for partition in ("elements", "parameters"):
+        pool.run(_traced, 2, kind, change, partition, deadline=DEADLINE)
 
 
 def _broken_compiler(graph: Any, examples: Any) -> Any:

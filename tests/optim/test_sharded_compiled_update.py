@@ -1,8 +1,10 @@
 """`ShardedOptimizer(compile=True)`: the update of a leaf as one compiled graph, against the classes' own steps."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -371,3 +373,18 @@ def _clips(group: ProcessGroup) -> None:
 
 def test_whoever_reads_clipped_gradients_finds_them_clipped(pool: Pool) -> None:
     pool.run(_clips, 2, deadline=DEADLINE)
+
+
+def _freed(group: ProcessGroup) -> None:
+    with backend("eager"):
+        run = Run(group, Case(AdamW, {}), True)
+        run.train(4, clip=0.1)
+        assert run.graphs
+    optimizer, state = ref(run.optimizer), ref(next(iter(run.optimizer.state.values()))["exp_avg"].untyped_storage())
+    del run
+    gc.collect()
+    assert optimizer() is None and state() is None
+
+
+def test_programs_keep_nothing_alive(pool: Pool) -> None:
+    pool.run(_freed, 2, deadline=DEADLINE)

@@ -73,11 +73,7 @@ def hook_with_zero_step_interleaved(
             if bucket.index() == 0:
                 waiting.clear()
             waiting.append(overlap.reduce(hook, state, bucket))
-            if not (bucket.is_last() or overlap.is_enough(waiting)):
-                return overlap.pass_on(waiting[-1])
-            batch = list(waiting)
-            waiting.clear()
-            return overlap.run(batch)
+            return overlap.advance(waiting, bucket.is_last())
 
         return overlap.guarded(bucket, launch)
 
@@ -162,9 +158,19 @@ class _Overlap:
         arrived, future = reduction
         return future.then(lambda done: _gradients(arrived, _outcome(done)))
 
-    def is_enough(self, waiting: Sequence[Reduction]) -> bool:
-        """Whether these buckets are worth a gather; the same on all ranks."""
-        return not self._ordered or sum(arrived.buffer.nbytes for arrived, _ in waiting) >= _TOGETHER_BYTES
+    def advance(self, waiting: list[Reduction], is_last: bool) -> Future[Tensor]:
+        """Update and gather those of `waiting` whose turn has come, and take them out; the future of the last bucket.
+
+        In stream order always one behind the reductions: an update then runs while the next bucket is reduced, and the
+        gather behind it. All ranks take the same buckets.
+        """
+        if not self._ordered:
+            return self.run([waiting.pop()])
+        before = waiting[:-1]
+        if before and (is_last or sum(arrived.buffer.nbytes for arrived, _ in before) >= _TOGETHER_BYTES):
+            self.run(before)
+            del waiting[:-1]
+        return self.run(list(waiting)) if is_last else self.pass_on(waiting[-1])
 
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""

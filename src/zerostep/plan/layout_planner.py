@@ -112,7 +112,7 @@ class LayoutPlanner:
         end = len(self.positions)
         positions = [self.positions.get(param, end + index) for index, param in enumerate(params)]
         bucket_bytes = self._bucket_bytes(specs, itemsizes, world_size)
-        least_bytes = 0 if _on_host(specs) else bucket_bytes // _LEAST_FRACTION
+        least_bytes = self._least_bytes(bucket_bytes, world_size, _on_host(specs))
         return plan_buckets(specs, world_size, bucket_bytes, itemsizes, costs, positions, least_bytes)
 
     def _bucket_bytes(self, specs: Sequence[ParamSpec], itemsizes: Sequence[int], world_size: int) -> int:
@@ -123,6 +123,11 @@ class LayoutPlanner:
         count, least, most = _HOST_BUCKETS if on_host else _ACCELERATOR_BUCKETS
         wanted = min(max(total // count, least), most)
         return max(wanted, _HOST_PART * world_size) if on_host else wanted
+
+    def _least_bytes(self, bucket_bytes: int, world_size: int, on_host: bool) -> int:
+        if not on_host:
+            return bucket_bytes // _LEAST_FRACTION
+        return _HOST_PART * world_size if self.settings.bucket_mb is None else 0
 
     def _specs(self, group: Group, group_index: int, first_index: int) -> list[ParamSpec]:
         splittable = self._is_splittable(class_of(group, self.default_class), own_options(group))

@@ -156,7 +156,7 @@ class _OptimizerPrograms:
         self._optimizer = optimizer
         self._programs: dict[_Kind, LeafProgram] = {}
         self._ready: WeakKeyDictionary[Leaf, _Known] = WeakKeyDictionary()
-        self._pointwise: set[_Kind] = set()
+        self._by_code: dict[_Kind, LeafProgram] = {}
         self._of_one_length: set[_Kind] = set()
         self._stepped: WeakSet[Leaf] = WeakSet()
         self._last: dict[int, dict[Path, Any]] = {}
@@ -174,6 +174,7 @@ class _OptimizerPrograms:
         self.refused = True
         self._programs.clear()
         self._ready.clear()
+        self._by_code.clear()
         name = type(self._optimizer).__name__
         logger.warning("compile=True: %s is updated by its own step(), without compilation: %s", name, reason)
 
@@ -184,7 +185,7 @@ class _OptimizerPrograms:
         options = own_options(group)
         numbers = _numbers(options)
         last = self._last.get(index, numbers)
-        self._changing |= {path for path in numbers if path in last and repr(last[path]) != repr(numbers[path])}
+        self._changing |= {path for path in numbers if path in last and _differs(last[path], numbers[path])}
         self._last[index] = numbers
         return self._divided(index, options, numbers, group)
 
@@ -227,8 +228,9 @@ class _OptimizerPrograms:
         self, leaf: Leaf, grad: Tensor, rounded: Tensor | None, entry: dict[str, Any], group: _GroupOptions
     ) -> _Known:
         family = group.inputs, group.constants, tuple(entry)
-        given = Arguments(grad, leaf.tensor.detach(), rounded, entry, measured=self._measured)
-        arguments = self._presented(given, family)
+        arguments = Arguments(grad, leaf.tensor.detach(), rounded, entry, measured=self._measured)
+        any_length = is_of_any_length(arguments.leaf) and family not in self._of_one_length
+        arguments = replace(arguments, any_length=any_length)
         where = _device_of_numbers(arguments, group.values)
         if any(value.device != where for value in arguments.numbers.values()):
             # Beside others on an accelerator, as a learning rate is that the user has put there.
@@ -237,14 +239,8 @@ class _OptimizerPrograms:
         kind = *family, where, *arguments.kind()
         if kind not in self._programs:
             self._programs[kind] = self._compiled(family, arguments, group)
-        ready = self._programs[kind].ready(arguments, flattened=arguments.grad.shape != grad.shape)
+        ready = self._programs[kind].ready(arguments)
         return _Known(ready, *_Known.of(leaf, grad, rounded, entry, group), dict(entry))
-
-    def _presented(self, arguments: Arguments, family: _Kind) -> Arguments:
-        """The arguments in the shape in which they are shown to a graph."""
-        if family in self._pointwise and arguments.is_flattenable:
-            arguments = arguments.flattened()
-        return replace(arguments, any_length=is_of_any_length(arguments.leaf) and family not in self._of_one_length)
 
     def _compiled(self, family: _Kind, arguments: Arguments, group: _GroupOptions) -> LeafProgram:
         start = time.perf_counter()
@@ -257,12 +253,21 @@ class _OptimizerPrograms:
         if graph.depends_on_length:
             self._of_one_length.add(family)
             raise _OtherKindError
-        if graph.pointwise and arguments.is_flattenable and family not in self._pointwise:
-            self._pointwise.add(family)
-            raise _OtherKindError
+        shown = arguments.flattened() if graph.pointwise and arguments.is_flattenable else arguments
+        shown = replace(
+            shown, any_length=arguments.any_length or (shown is not arguments and is_of_any_length(shown.leaf))
+        )
+        # Leaves of other shapes may have led to the same graph.
+        code = graph.code or family, *shown.kind(), _device_of_numbers(arguments, group.values)
+        if code not in self._by_code:
+            self._by_code[code] = self._made(graph, shown, group)
+            self._note(shown, time.perf_counter() - start)
+        return self._by_code[code]
+
+    def _made(self, graph: LeafGraph, arguments: Arguments, group: _GroupOptions) -> LeafProgram:
+        example = arguments.examples()
         program = LeafProgram(graph, example, _device_of_numbers(arguments, group.values))
         program.compile(example, group.values, self._factors.of(None, program))
-        self._note(arguments, time.perf_counter() - start)
         return program
 
     def _check(self, arguments: Arguments) -> None:
@@ -353,6 +358,11 @@ class _Factors:
         if self._latest is None or self._latest[0] is not factor or self._latest[1].dtype != dtype:
             self._latest = factor, factor.to(dtype)
         return self._latest[1]
+
+
+def _differs(before: Any, now: Any) -> bool:
+    """Whether an option has changed; tensors, which are inputs in any case, are not read: the host would wait."""
+    return not isinstance(before, Tensor) and not isinstance(now, Tensor) and repr(before) != repr(now)
 
 
 def _as_tensor(value: Any) -> Tensor:

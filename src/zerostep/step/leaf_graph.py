@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -80,6 +81,24 @@ class LeafGraph:
     pointwise: bool
     depends_on_length: bool
     decisions: frozenset[Decision]
+
+    @property
+    def code(self) -> tuple[str, str] | None:
+        """The text of both halves, if it is all that they depend on."""
+        halves = self.numbers, self.elements
+        if any(node.op == "get_attr" for half in halves for node in half.graph.nodes):
+            return None
+        return _text(self.numbers.graph), _text(self.elements.graph)
+
+
+def _text(graph: fx.Graph) -> str:
+    """A graph in words, without the names of its nodes."""
+    places = {node: f"%{place}" for place, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        given = map_arg((node.args, node.kwargs), lambda each: places[each])
+        lines.append(f"{'' if node.op == 'placeholder' else node.target} {given}")
+    return "\n".join(lines)
 
 
 def trace(traced: TracedLeaf) -> LeafGraph:

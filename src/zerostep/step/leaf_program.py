@@ -65,6 +65,7 @@ class LeafProgram:
         self._elements = _compile(graph.elements)
         self._several: Callable[..., Any] | None = None
         self._latest: tuple[Any, Tensor, Sequence[Tensor]] | None = None
+        self._takes_flat = example.leaf.dim() == 1
         as_rows = PRESENTATION == "rows" and self.device.type not in FLAT_DEVICES
         self._in_rows = example.any_length and graph.pointwise and as_rows
         self._dtypes = [each.dtype for each in example.elements]
@@ -81,9 +82,11 @@ class LeafProgram:
                     torch._dynamo.mark_dynamic(each, 0)
             self._elements(elements[0], factor, *elements[1:], vector)
 
-    def ready(self, arguments: Arguments, flattened: bool) -> ReadyLeaf:
+    def ready(self, arguments: Arguments) -> ReadyLeaf:
         """A leaf of this kind, ready for steps."""
-        return ReadyLeaf(self, self._parts(arguments.elements), [*arguments.numbers.values()], flattened)
+        flatten = self._takes_flat and arguments.leaf.dim() > 1
+        shown = arguments.flattened() if flatten else arguments
+        return ReadyLeaf(self, self._parts(shown.elements), [*shown.numbers.values()], flatten)
 
     def run(self, leaves: Sequence[tuple[ReadyLeaf, Tensor]], options: Sequence[Tensor], factor: Tensor) -> None:
         """Update leaves, each with its gradient. `options` are the numbers that are inputs, without dimensions."""
