@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 from tests.helpers.pool import Pool
 from tests.helpers.reference import ELEMENTWISE, MATRIXWISE, Case
 from tests.helpers.sharding import Values, seeded, sharded, values, whole_state
-from zerostep.step import leaf_program
+from zerostep.step import leaf_program, update
 
 CASES = {**ELEMENTWISE, **MATRIXWISE}
 ROUNDING = 3e-6  # relative to the largest number of a tensor, after ten steps
@@ -388,3 +388,54 @@ def _freed(group: ProcessGroup) -> None:
 
 def test_programs_keep_nothing_alive(pool: Pool) -> None:
     pool.run(_freed, 2, deadline=DEADLINE)
+
+
+# ------------------------------------------------------------------------------------------------- many leaves
+
+
+class _Counting:
+    """A backend that runs graphs as they are, and notes for each call how many tensors the graph writes."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, graph: Any, examples: Any) -> Callable[..., Any]:
+        writes = sum("copy_" in str(node.target) for node in graph.graph.nodes)
+
+        def run(*arguments: Any) -> Any:
+            self.calls.append(writes)
+            return graph.forward(*arguments)
+
+        return run
+
+
+def _many_leaves(group: ProcessGroup, count: int) -> None:
+    counting = _Counting()
+    with backend(counting), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaf_program, "FLAT_DEVICES", frozenset())  # as on accelerators
+        patch.setattr(update, "_MOST_PARTIAL_STEPS", 1)
+        ours, plain = (_many(group, count, compiled) for compiled in (True, False))
+        for run in (ours, plain):
+            run.train(4)
+        counting.calls.clear()
+        for run in (ours, plain):
+            run.train(1)
+    assert_close(ours, plain)
+    # Eight leaves by one call, the others one by one, and what is left of a length that is no multiple of a row.
+    one, several = min(counting.calls), max(counting.calls)
+    assert several == leaf_program.TOGETHER * one
+    assert counting.calls.count(several) == count // leaf_program.TOGETHER
+
+
+def _many(group: ProcessGroup, count: int, compiled: bool) -> Run:
+    run = Run.__new__(Run)
+    lengths = [256 + 32 * index + 2 * (index % 3) for index in range(count)]
+    run.model = nn.Module()
+    run.model.all = nn.ParameterList(torch.linspace(-1, 1, length) for length in lengths)
+    run.optimizer = sharded(group, run.model, AdamW, None, compile=compiled, bucket_mb=0.0005, lr=0.1)
+    run._generator = torch.Generator().manual_seed(dist.get_rank(group))
+    return run
+
+
+def test_many_leaves_are_updated_by_few_calls(pool: Pool) -> None:
+    pool.run(_many_leaves, 2, 19, deadline=DEADLINE)

@@ -22,7 +22,7 @@ FLAT_DEVICES = frozenset(("cpu",))  # on which rows are of no use
 BACKEND = "inductor"
 _FEW = 16
 # So many leaves are updated by one call, and the rows of examples for it.
-_TOGETHER = 8
+TOGETHER = 8
 _ROWS = 1 << 14
 
 _Call = tuple[Tensor, ...]
@@ -108,19 +108,19 @@ class LeafProgram:
 
         Returns the others.
         """
-        whole = len(calls) // _TOGETHER * _TOGETHER
+        whole = len(calls) // TOGETHER * TOGETHER
         if whole and self._several is None:
             self._several = self._compiled_together(vector, calls[0][1])
-        for start in range(0, whole, _TOGETHER):
+        for start in range(0, whole, TOGETHER):
             assert self._several is not None
-            self._several(*chain.from_iterable(calls[start : start + _TOGETHER]))
+            self._several(*chain.from_iterable(calls[start : start + TOGETHER]))
         return calls[whole:]
 
     def _compiled_together(self, vector: Tensor, factor: Tensor) -> Callable[..., Any]:
         """The graph several times, compiled by running it over examples, which have other lengths each."""
         compiled = _compile(_repeated(self._graph))
         arguments = list[Tensor]()
-        for extra in range(_TOGETHER):
+        for extra in range(TOGETHER):
             grad, *others = (torch.zeros(_ROWS + extra, ROW, dtype=each, device=self.device) for each in self._dtypes)
             for each in (grad, *others):
                 torch._dynamo.mark_dynamic(each, 0)
@@ -167,7 +167,7 @@ def _repeated(graph: fx.GraphModule) -> fx.GraphModule:
     """A graph with the inputs of several."""
     count = sum(node.op == "placeholder" for node in graph.graph.nodes)
     outer = fx.Graph()
-    inputs = [outer.placeholder(f"input_{number}") for number in range(count * _TOGETHER)]
+    inputs = [outer.placeholder(f"input_{number}") for number in range(count * TOGETHER)]
     for start in range(0, len(inputs), count):
         outer.call_module("elements", tuple(inputs[start : start + count]))
     outer.output(())
