@@ -1,9 +1,9 @@
 """The harness on CUDA, in a few minutes: the local update, memory against the plan, host time, several ranks.
 
-Run as ``python -m benchmarks.gpu [--elements 400e6] [--rounds N] [--json OUT]``. Four parts: the update against the
-speed of copies (`benchmarks.update`, its main rows); one rank of many, simulated, with its memory against the plan and
-the host's time per step; two ranks that share one device over Gloo, for the numbers alone; and training steps over NCCL
-where there are two devices or more. A part that fails or cannot run is a row that says why.
+Run as ``python -m benchmarks.gpu [--elements 400e6] [--rounds N] [--parts NAME,..] [--json OUT]``. Five parts: the
+update against the speed of copies (`benchmarks.update`, its main rows); the host's time for a step beside DDP's
+(`benchmarks.host_cuda`); one rank of many, simulated, with its memory against the plan; two ranks that share one device
+over Gloo, for the numbers alone; and training steps over NCCL (`benchmarks.nccl`). A part that fails says why.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import AdamW
 
-from benchmarks import update
+from benchmarks import host_cuda, nccl, update
 from benchmarks.launch import LaunchError, run_on
 from benchmarks.machine import hardware, versions
 from benchmarks.network import loopback
@@ -31,7 +31,7 @@ from benchmarks.peers.entries import PLAIN, entries_of
 from benchmarks.peers.trainer import Trainer
 from benchmarks.scale import SHAPES, Setting, Update, plan
 from benchmarks.silence import alone_among
-from benchmarks.timing import markdown, rotate, steady
+from benchmarks.timing import markdown
 from benchmarks.workloads import workload_named
 from zerostep import ShardedOptimizer
 from zerostep.tools.demo import GPT, largest_difference
@@ -45,9 +45,7 @@ UPDATES = (
     update.Entry("GPT", True, 100, nccl=True),
 )
 SHARED = ("ddp", "drop-in", "hook", "interleaved", "step", "forward", "forward-ddp", "forward-ddp-all", "backward")
-NCCL = (*SHARED, "ddp-tuned", "torch", "torch-view", "torch-hook", "torch-interleaved", "fsdp2", "forward-fused")
-STEPS, JOB_SECONDS = 4, 120
-GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+STEPS, JOB_SECONDS, NCCL_ROUNDS = 4, 120, 3
 
 Rows = list[dict[str, Any]]
 
@@ -158,7 +156,7 @@ def _host_and_whole(action: Callable[[], object], rounds: int) -> tuple[float, f
     """Medians of the seconds until the host goes on, and until the device is done."""
     for _ in range(3):
         action()
-    host, whole = update._alone(action, rounds)
+    host, whole = update.alone(action, rounds)
     return median(host), median(whole)
 
 
@@ -168,7 +166,7 @@ def _host_and_whole_of_step(
     found = []
     for _ in range(rounds):
         _pass(model, data)
-        found.append(update._alone(optimizer.step, 1))
+        found.append(update.alone(optimizer.step, 1))
         optimizer.zero_grad()
     return median(host[0] for host, _ in found), median(whole[0] for _, whole in found)
 
@@ -182,9 +180,8 @@ def _clean_up() -> None:
 # ---------------------------------------------------------------------- several ranks
 
 
-def compare(keys: Sequence[str], own_device: bool, rounds: int) -> Rows:
+def compare(keys: Sequence[str]) -> Rows:
     """Train every entry on CUDA and compare with plain DDP; collective. Rank 0's answer speaks for all."""
-    torch.cuda.set_device(dist.get_rank() if own_device else 0)
     workload = workload_named("gpt")
     data = workload.data(dist.get_rank()).cuda()
     trainers, rows = dict[str, Trainer](), list[dict[str, Any]]()
@@ -201,9 +198,8 @@ def compare(keys: Sequence[str], own_device: bool, rounds: int) -> Rows:
             rows.append({"entry": entry.name, "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
     plain = trainers[PLAIN.key].full_parameters()
     gaps = {key: largest_difference(plain, trainer.full_parameters()) for key, trainer in trainers.items()}
-    seconds = _timed(trainers, data, rounds) if rounds else {}
     names = {entry.key: entry.name for entry in entries_of(keys)}
-    found = [{"entry": names[key], "difference": gap, "seconds": seconds.get(key, [])} for key, gap in gaps.items()]
+    found = [{"entry": names[key], "difference": gap} for key, gap in gaps.items()]
     return [*found, *rows]
 
 
@@ -211,29 +207,10 @@ def _on_device(make: Callable[[], nn.Module]) -> nn.Module:
     return make().cuda()
 
 
-def _timed(trainers: Mapping[str, Trainer], data: Tensor, rounds: int) -> dict[str, list[float]]:
-    def step(trainer: Trainer) -> None:
-        trainer.step(data)
-        torch.cuda.synchronize()
-
-    clocks = {key: partial(steady, partial(step, each), each.settle, 2) for key, each in trainers.items()}
-    return rotate(clocks, rounds, 1)
-
-
 def on_one_device() -> Rows:
     """Two ranks that share a device, over Gloo."""
     with loopback(2) as hosts:
-        return list(run_on(hosts, compare, SHARED, False, 0, seconds=JOB_SECONDS)[0])
-
-
-def over_nccl(rounds: int) -> Rows:
-    """A rank for every device."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        return [{"entry": "all over NCCL", "reason": f"not run: it takes two devices, and there is {count}"}]
-    with loopback(count) as hosts:
-        found = run_on(hosts, compare, NCCL, True, rounds, seconds=JOB_SECONDS, backend=GLOO_AND_NCCL)
-        return list(found[0])
+        return list(run_on(hosts, compare, SHARED, seconds=JOB_SECONDS)[0])
 
 
 # ---------------------------------------------------------------------- report
@@ -243,16 +220,18 @@ def render(result: Mapping[str, Any]) -> str:
     """Return all parts as Markdown; a part that failed is a line."""
     titles: dict[str, tuple[str, Callable[[Any], str]]] = {
         "update": (f"The update, {len(UPDATES)} ways", update.render),
+        "host": ("The host's time for a step: GPT of 12 blocks, 148 parameters", host_cuda.render),
         "one of many": ("One rank of many, the others silent: GPT, 4 windows, AdamW", _render_scale),
         "one device": (
             "Two ranks on one device, over Gloo: GPT of 10.8 million parameters, numbers alone",
             _render_rows,
         ),
-        "nccl": ("A rank for every device, over NCCL", _render_rows),
+        "nccl": ("Training steps over NCCL", nccl.render_all),
     }
     return "\n\n".join(
         f"## {title}\n\n{draw(result[key]) if not isinstance(result[key], str) else result[key]}"
         for key, (title, draw) in titles.items()
+        if key in result
     )
 
 
@@ -275,18 +254,13 @@ def _scale_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _render_rows(rows: Rows) -> str:
-    plain = next((median(row["seconds"]) for row in rows if row["entry"] == PLAIN.name and row.get("seconds")), None)
-    return markdown(["entry", "median ms", f"/ {PLAIN.name}", "numbers"], [_row_cells(row, plain) for row in rows])
+    return markdown(["entry", "numbers"], [[row["entry"], _numbers(row)] for row in rows])
 
 
-def _row_cells(row: Mapping[str, Any], plain: float | None) -> list[str]:
+def _numbers(row: Mapping[str, Any]) -> str:
     if "reason" in row:
-        return [row["entry"], "-", "-", row["reason"]]
-    numbers = f"as {PLAIN.name}" if row["difference"] == 0 else f"off by {row['difference']:.1e}"
-    if not row["seconds"] or plain is None:
-        return [row["entry"], "-", "-", numbers]
-    middle = median(row["seconds"])
-    return [row["entry"], f"{1e3 * middle:.2f}", f"{middle / plain:.3f}", numbers]
+        return str(row["reason"])
+    return f"as {PLAIN.name}" if row["difference"] == 0 else f"off by {row['difference']:.1e}"
 
 
 def _part(action: Callable[[], Any]) -> Any:
@@ -305,20 +279,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--elements", type=lambda text: int(float(text)), default=400_000_000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parts", help="only these, by name")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark measures a CUDA device, and there is none")
     environment = {"versions": versions(), "hardware": {**hardware(), "device": torch.cuda.get_device_name()}}
-    result = {
-        **environment,
-        "update": _part(lambda: updates(chosen.elements, chosen.rounds)),
-        "one of many": _part(
-            lambda: [one_of(ranks, each, chosen.rounds) for ranks in RANKS for each in get_args(Update)]
-        ),
-        "one device": _part(on_one_device),
-        "nccl": _part(lambda: over_nccl(chosen.rounds)),
+    parts: dict[str, Callable[[], Any]] = {
+        "update": lambda: updates(chosen.elements, chosen.rounds),
+        "host": lambda: host_cuda.measure(chosen.rounds),
+        "one of many": lambda: [one_of(ranks, each, chosen.rounds) for ranks in RANKS for each in get_args(Update)],
+        "one device": on_one_device,
+        "nccl": lambda: nccl.all_cases([case.name for case in nccl.CASES], nccl.KEYS, NCCL_ROUNDS),
     }
+    wanted = chosen.parts.split(",") if chosen.parts else list(parts)
+    result = {**environment, **{name: _part(parts[name]) for name in wanted}}
     print(*(f"{key} {value}" for part in environment.values() for key, value in part.items()), sep=", ", end="\n\n")
     print(render(result))
     if chosen.json:

@@ -26,6 +26,8 @@ class _Alone(Loop):
 class _Compute(Loop):
     """Each rank computes gradients and forgets them."""
 
+    clips = False
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, model, None)
 

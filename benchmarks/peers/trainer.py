@@ -34,6 +34,8 @@ Build = Callable[[Factory, type[Optimizer], Options], Trainer]
 class Loop:
     """The usual loop: ``wrapped`` reduces the gradients of ``model``, ``optimizer`` steps."""
 
+    clips = True  # whether gradients can be clipped
+
     def __init__(self, model: nn.Module, wrapped: nn.Module, optimizer: Any) -> None:
         self._model = model
         self._wrapped = wrapped
@@ -44,6 +46,16 @@ class Loop:
         self._optimizer.zero_grad()
         self._wrapped(batch).backward()
         self._optimizer.step()
+
+    def clipped_step(self, batch: Tensor, max_norm: float) -> None:
+        """The same, with the norm of all gradients clipped before the step."""
+        self._optimizer.zero_grad()
+        self._wrapped(batch).backward()
+        self._clip(max_norm)
+        self._optimizer.step()
+
+    def _clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def settle(self) -> None:
         """Nothing is left under way."""
@@ -59,6 +71,8 @@ class Loop:
 
 class Inside(Loop):
     """The optimizer steps inside backward."""
+
+    clips = False
 
     def step(self, batch: Tensor) -> None:
         """Zero, forward, backward."""

@@ -11,6 +11,13 @@ from benchmarks.peers.trainer import Factory, Loop, Options, Trainer
 
 
 class _Sharded(Loop):
+    def __init__(self, model: nn.Module, wrapped: nn.Module, optimizer: Any, clips: bool) -> None:
+        super().__init__(model, wrapped, optimizer)
+        self.clips = clips
+
+    def _clip(self, max_norm: float) -> None:
+        self._optimizer.clip_grad_norm_(max_norm)
+
     def settle(self) -> None:
         """Wait for parameters on their way."""
         self._optimizer.synchronize()
@@ -43,7 +50,8 @@ class Sharded:
             "reduction": self.reduction,
             "update": self.update,
         }
-        return _Sharded(model, wrapped, _class()(wrapped, optimizer_class, **ours, **chosen))
+        optimizer = _class()(wrapped, optimizer_class, **ours, **chosen)
+        return _Sharded(model, wrapped, optimizer, clips=self.update == "step")
 
 
 def _class() -> Any:

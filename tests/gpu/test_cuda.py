@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.helpers.cuda_training import nccl_group
 from tests.helpers.pool import Pool
 from tests.helpers.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
@@ -122,13 +124,16 @@ def test_drop_in_equals_plain_with_several_ranks_on_one_gpu(pool: Pool, world: i
     pool.run(_drop_in, world, optimizer, view, deadline=120)
 
 
-def _drop_in_nccl(group: dist.ProcessGroup, optimizer: str, view: bool) -> None:
-    _drop_in(_nccl(), optimizer, view)
+def _drop_in_nccl(group: dist.ProcessGroup, optimizer: str, view: bool, group_bytes: int) -> None:
+    with patch("zerostep.comm.transport.base._GROUP_BYTES", group_bytes):
+        _drop_in(nccl_group(group), optimizer, view)
 
 
+@pytest.mark.parametrize("group_bytes", [1, 64 << 20], ids=["one by one", "together"])
 @pytest.mark.parametrize("view", [False, True], ids=["scattered", "bucket view"])
-def test_drop_in_on_nccl(pool: Pool, view: bool) -> None:
-    pool.run(_drop_in_nccl, 1, "adamw fused", view, deadline=120)
+@pytest.mark.parametrize("world", [1, 2])
+def test_drop_in_on_nccl(pool: Pool, world: int, view: bool, group_bytes: int) -> None:
+    pool.run(_drop_in_nccl, world, "adamw fused", view, group_bytes, deadline=120)
 
 
 def _nccl_transport(group: dist.ProcessGroup) -> None:
@@ -184,15 +189,19 @@ def test_overlap_waits_for_late_reductions(pool: Pool, world: int, hook: str) ->
     pool.run(_overlap, world, hook, "adamw", True, {}, deadline=120)
 
 
-def _overlap_nccl(group: dist.ProcessGroup, hook: str, optimizer: str, late: bool, options: dict[str, Any]) -> None:
-    _overlap(_nccl(), hook, optimizer, late, options)
+def _overlap_nccl(
+    group: dist.ProcessGroup, hook: str, optimizer: str, late: bool, together: int, options: dict[str, Any]
+) -> None:
+    with patch("zerostep.optim.overlap_hooks._TOGETHER_BYTES", together):
+        _overlap(nccl_group(group), hook, optimizer, late, options)
 
 
-@pytest.mark.parametrize("hook", list(HOOKS))
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(("hook", "together"), [("sequential", 0), ("interleaved", 0), ("interleaved", 20_000)])
 @pytest.mark.parametrize("late", [False, True], ids=["prompt", "late"])
-def test_overlap_on_nccl(pool: Pool, late: bool, hook: str) -> None:
-    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-        pool.run(_overlap_nccl, 1, hook, "adamw fused", late, options, deadline=120)
+@pytest.mark.parametrize("world", [1, 2])
+def test_overlap_on_nccl(pool: Pool, world: int, late: bool, hook: str, together: int, options: dict[str, Any]) -> None:
+    pool.run(_overlap_nccl, world, hook, "adamw fused", late, together, options, deadline=120)
 
 
 def _quantised(group: dist.ProcessGroup, hook: str) -> None:

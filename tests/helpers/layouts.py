@@ -30,9 +30,10 @@ def spec_lists(draw: st.DrawFn, largest: int = 60) -> list[ParamSpec]:
     ]
 
 
-def fill_layout(specs: list[ParamSpec], world_size: int, bucket_bytes: int = 1 << 20) -> Layout:
+def fill_layout(specs: list[ParamSpec], world_size: int, bucket_bytes: int = 1 << 20, least_bytes: int = 0) -> Layout:
     costs = [Cost(STATE_BYTES * spec.numel, work=spec.numel**2 * (not spec.splittable)) for spec in specs]
-    return plan_buckets(specs, world_size, bucket_bytes, [ITEMSIZES[spec.dtype] for spec in specs], costs)
+    itemsizes = [ITEMSIZES[spec.dtype] for spec in specs]
+    return plan_buckets(specs, world_size, bucket_bytes, itemsizes, costs, least_bytes=least_bytes)
 
 
-layouts = st.builds(fill_layout, spec_lists(), WORLD_SIZES, BUCKET_BYTES)
+layouts = st.builds(fill_layout, spec_lists(), WORLD_SIZES, BUCKET_BYTES, st.sampled_from([0, 30, 1 << 30]))

@@ -240,3 +240,24 @@ def test_a_hundred_thousand_parameters_on_thousands_of_ranks() -> None:
     loads = _loads(layout)
     assert sum(loads) == sum(spec.numel for spec in specs)
     assert max(loads) <= 1.02 * sum(loads) / 4096 + 64 * 97
+
+
+@pytest.mark.parametrize(
+    ("sizes", "least", "members"),
+    [
+        ([1, 30, 30, 30, 40], 0, [[4], [3], [2], [1], [0]]),
+        ([1, 30, 30, 30, 40], 8, [[4], [3], [2], [0, 1]]),  # the last one goes with that before it
+        ([1, 30, 1, 30, 40], 8, [[4], [3], [0, 1, 2]]),  # biases go with the last weights
+        ([1, 1, 1], 100, [[0, 1, 2]]),
+        ([40, 40, 40], 1000, [[0, 1, 2]]),  # all are too small
+    ],
+)
+def test_buckets_that_are_too_small_join_others(sizes: list[int], least: int, members: list[list[int]]) -> None:
+    specs = [ParamSpec(f"p{index}", (size,), "float32", splittable=True) for index, size in enumerate(sizes)]
+    layout = plan_buckets(specs, 2, 4 * 40, [4] * len(sizes), [Cost(1)] * len(sizes), least_bytes=4 * least)
+    assert [sorted(slot.param for slot in bucket.slots) for bucket in layout.buckets] == members
+
+
+def test_small_buckets_of_other_kinds_stay_alone() -> None:
+    specs = [ParamSpec("a", (4,), "float32", splittable=True), ParamSpec("b", (4,), "bfloat16", splittable=True)]
+    assert len(plan_buckets(specs, 2, 400, [4, 2], [Cost(1)] * 2, least_bytes=100).buckets) == 2

@@ -112,6 +112,22 @@ def test_buckets_are_full_but_not_too_full(specs: list[ParamSpec], world_size: i
 
 
 @patient
+@given(spec_lists(), WORLD_SIZES, BUCKET_BYTES, st.integers(1, 400))
+def test_only_a_kind_with_too_few_bytes_has_too_small_a_bucket(
+    specs: list[ParamSpec], world_size: int, bucket_bytes: int, least_bytes: int
+) -> None:
+    layout = fill_layout(specs, world_size, bucket_bytes, least_bytes)
+    rated = {spec.group for spec in specs if spec.numel}
+    buckets: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for bucket in layout.buckets:
+        first = layout.params[bucket.slots[0].param]
+        odd = not first.splittable and _odd(first)
+        kind = first.dtype, first.device, first.trainable, first.splittable, first.group in rated, odd
+        buckets[kind].append(sum(_bytes(layout.params[slot.param]) for slot in bucket.slots))
+    assert all(len(sizes) == 1 or min(sizes) >= least_bytes for sizes in buckets.values())
+
+
+@patient
 @given(layouts)
 def test_every_group_is_one_stretch_of_a_bucket_s_part(layout: Layout) -> None:
     """So that a rank has one leaf for each group and bucket; those of odd sizes come again behind all groups."""

@@ -57,6 +57,11 @@ class InPlaceMessage:
 
     memory: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.memory.nbytes
+
     def pack(self) -> Tensor:
         """The memory itself."""
         return self.memory
@@ -74,6 +79,11 @@ class PackedMessage:
     """A message of several parameters, or of one that is not contiguous, copied through a temporary buffer."""
 
     parts: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(part.nbytes for part in self.parts)
 
     def pack(self) -> Tensor:
         """A new buffer with a copy of all parts."""

@@ -83,6 +83,14 @@ class Shard(FlatBucket):
         if self.master is not None:
             self.owned.copy_(self.master)
 
+    def round_masters(self, leaves: Sequence[Leaf]) -> None:
+        """Copy the masters of some leaves, or of all, into the owned part of the parameters."""
+        if len(leaves) == len(self.leaves):
+            self.copy_masters_to_params()
+        elif self.master is not None:
+            for leaf in leaves:
+                leaf.view(self.owned).copy_(leaf.tensor)
+
     def mark_changed(self, used: Collection[int]) -> None:
         """Increment the version counters of the used parameters, whose memory was written through the flat tensor.
 

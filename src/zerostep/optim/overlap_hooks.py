@@ -25,6 +25,9 @@ Future = torch.futures.Future
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 Reduction = tuple[ArrivedBucket, Future[Tensor]]
 
+# On an accelerator every collective takes some time, however small: so many bytes of buckets are gathered together.
+_TOGETHER_BYTES = 64 << 20
+
 
 def hook_with_zero_step(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
@@ -59,12 +62,20 @@ def hook_with_zero_step_interleaved(
 ) -> Hook:
     """A DDP communication hook that updates and gathers each bucket while backward computes the next ones.
 
-    The arguments are those of `hook_with_zero_step`.
+    On an accelerator, small buckets are gathered together with the next ones. The arguments are those of
+    `hook_with_zero_step`.
     """
     overlap = _Overlap(ddp, zero)
+    waiting: list[Reduction] = []
 
     def zero_step_interleaved_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return overlap.guarded(bucket, lambda: overlap.run([overlap.reduce(hook, state, bucket)]))
+        def launch() -> Future[Tensor]:
+            if bucket.index() == 0:
+                waiting.clear()
+            waiting.append(overlap.reduce(hook, state, bucket))
+            return overlap.advance(waiting, bucket.is_last())
+
+        return overlap.guarded(bucket, launch)
 
     return zero_step_interleaved_hook
 
@@ -77,7 +88,7 @@ class _Overlap:
         self._zero = zero  # keeps it alive: the state holds its optimizer weakly
         device, transport = zero.join_device, self._state.transport
         self._control = transport.companion()
-        ordered = transport.stream_ordered(device)
+        self._ordered = ordered = transport.stream_ordered(device)
         # In stream order one process group is enough, and two may deadlock, because ranks may run their kernels in
         # different orders. Where hosts wait, a group of our own lets our messages run beside DDP's.
         self._transport = transport if ordered else self._control
@@ -147,6 +158,20 @@ class _Overlap:
         arrived, future = reduction
         return future.then(lambda done: _gradients(arrived, _outcome(done)))
 
+    def advance(self, waiting: list[Reduction], is_last: bool) -> Future[Tensor]:
+        """Update and gather those of `waiting` whose turn has come, and take them out; the future of the last bucket.
+
+        In stream order always one behind the reductions: an update then runs while the next bucket is reduced, and the
+        gather behind it. All ranks take the same buckets.
+        """
+        if not self._ordered:
+            return self.run([waiting.pop()])
+        before = waiting[:-1]
+        if before and (is_last or sum(arrived.buffer.nbytes for arrived, _ in before) >= _TOGETHER_BYTES):
+            self.run(before)
+            del waiting[:-1]
+        return self.run(list(waiting)) if is_last else self.pass_on(waiting[-1])
+
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""
         process = self._process if reductions[-1][0].joined else self._process_noting
@@ -161,11 +186,11 @@ class _Overlap:
 
     def _process(self, reductions: Sequence[Reduction]) -> Tensor:
         self._state.check_healthy()  # before waiting for a reduction that may never end
-        for arrived, future in reductions:
+        for batch in [reductions] if self._ordered else [[each] for each in reductions]:
             # Does not stop backward: it waits on the runner's thread, or only on the runner's stream.
-            reduced = _outcome(future)
-            self._state.process(arrived, reduced, self._transport, self._control)
-        return _gradients(arrived, reduced)
+            reduced = [(arrived, _outcome(future)) for arrived, future in batch]
+            self._state.process(reduced, self._transport, self._control)
+        return _gradients(*reduced[-1])
 
 
 def _outcome(future: Future[Tensor]) -> Tensor | Exception:

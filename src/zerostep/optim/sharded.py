@@ -99,8 +99,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
         reduce_dtype: sum gradients in this dtype.
         bucket_mb: about how many megabytes travel together. If not given: in host memory a quarter of the trained
-            parameters, but at least 1 and at most 5, or 1/16 for each rank if that is more; on an accelerator a 32nd,
+            parameters, but at least 1 and at most 5, or 1/16 for each rank if that is more; on an accelerator a 12th,
             but at least 25 and at most 100.
+        compile: compile all that happens to an owned element in a step, from the summed gradient to the new parameter,
+            into one kernel, for every class whose `step()` can be traced; others are updated as they are without, and
+            a warning says why.
         verify: compare the first ten steps, or as many as this says, with an unsharded optimizer that runs beside this
             one, and raise `VerificationError` at the first difference. Takes the memory of that optimizer meanwhile.
         audit_every: call `audit()` after every so many steps; on an accelerator without a wait, and an error comes
@@ -128,6 +131,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         master_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         bucket_mb: float | None = None,
+        compile: bool = False,
         verify: bool | int = False,
         audit_every: int | None = None,
         stall_seconds: float | str | None = "default",
@@ -135,7 +139,7 @@ class ShardedOptimizer(PartitionedOptimizer):
     ) -> None:
         self._training_step: TrainingStep | None = None  # as long as torch's constructor runs, too
         self._model, self._ddp = _unwrapped(model)
-        self._settings = Settings(partition, reduction, gather, update, master_dtype, reduce_dtype, bucket_mb)
+        self._settings = Settings(partition, reduction, gather, update, master_dtype, reduce_dtype, bucket_mb, compile)
         self._planner = LayoutPlanner(
             optimizer_class, defaults, self._settings, model_positions(self._model.parameters())
         )
@@ -666,6 +670,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             bytes_received=received,
             gradient_bytes=gradient_bytes,
             state_bytes=state_bytes,
+            compiled_graphs=0 if engine.compiled is None else engine.compiled.graphs,
+            compile_seconds=0.0 if engine.compiled is None else engine.compiled.seconds,
             wait_seconds=self._timer.wait_seconds,
         )
 

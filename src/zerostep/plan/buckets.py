@@ -45,18 +45,20 @@ def plan_buckets(
     itemsizes: Sequence[int],
     costs: Sequence[Cost],
     positions: Sequence[int] | None = None,
+    least_bytes: int = 0,
 ) -> Layout:
     """Divide `specs` among `world_size` ranks, in buckets of about `bucket_bytes`.
 
     `itemsizes` and `costs` have an entry for each spec. So has `positions`, the position of each parameter in the
-    model, if that is not the order of the specs. The last parameters of the model come first.
+    model, if that is not the order of the specs. The last parameters of the model come first. Buckets of fewer than
+    `least_bytes` are joined with others, where there are some of their kind.
     """
     if world_size < 1 or bucket_bytes < 1:
         raise ValueError(f"a layout needs at least one rank and one byte, got {world_size} and {bucket_bytes}")
     owners = _owners(specs, costs, world_size)
     shares = _shares(specs, costs, owners, world_size)
     ordered = _bucket_members(
-        specs, itemsizes, costs, bucket_bytes, range(len(specs)) if positions is None else positions
+        specs, itemsizes, costs, (bucket_bytes, least_bytes), range(len(specs)) if positions is None else positions
     )
     buckets = [
         (
@@ -123,26 +125,50 @@ def _bucket_members(
     specs: Sequence[ParamSpec],
     itemsizes: Sequence[int],
     costs: Sequence[Cost],
-    bucket_bytes: int,
+    limits: tuple[int, int],
     positions: Sequence[int],
 ) -> list[list[int]]:
     """The members of each bucket, the buckets sorted by the expected time of their last gradient, frozen ones last."""
-    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    bucket_bytes, least_bytes = limits
     sizes = [spec.numel * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
     rates = {spec.group: cost.state / spec.numel for spec, cost in zip(specs, costs, strict=True) if spec.numel}
-    for index in sorted(range(len(specs)), key=lambda index: positions[index], reverse=True):
+
+    def kind(index: int) -> tuple[object, ...]:
+        """Parameters of different kinds may not share a bucket."""
         spec = specs[index]
         # All elements of a bucket must cost the same, so that equal parts do.
         rate = rates.get(spec.group, 0.0) if spec.splittable else 0.0
         # Whole parameters are sorted by owner, so those that misalign others cannot simply go last.
         misaligns = not spec.splittable and _misaligns(sizes[index])
+        return spec.device, spec.dtype, spec.trainable, spec.splittable, rate, misaligns
+
+    def launch_order(members: list[int]) -> tuple[bool, int]:
+        return not specs[members[0]].trainable, -min(positions[index] for index in members)
+
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in sorted(range(len(specs)), key=lambda index: positions[index], reverse=True):
         # Gradients of norms and biases may come much later than those of the weights beside them, which must not wait.
         small = sizes[index] * _SMALL_RATIO < bucket_bytes
-        alike[spec.device, spec.dtype, spec.trainable, spec.splittable, rate, misaligns, small].append(index)
-    buckets = [members for kind in alike.values() for members in _by_size(kind, sizes, bucket_bytes)]
-    return sorted(
-        buckets, key=lambda members: (not specs[members[0]].trainable, -min(positions[index] for index in members))
-    )
+        alike[*kind(index), small].append(index)
+    by_kind: defaultdict[tuple[object, ...], list[list[int]]] = defaultdict(list)
+    for (*key, _), members in alike.items():
+        by_kind[*key] += _by_size(members, sizes, bucket_bytes)
+    joined = (_joined(sorted(each, key=launch_order), sizes, least_bytes) for each in by_kind.values())
+    return sorted((members for buckets in joined for members in buckets), key=launch_order)
+
+
+def _joined(buckets: Sequence[list[int]], sizes: Sequence[int], least_bytes: int) -> list[list[int]]:
+    """Buckets in launch order; each that is too small goes with the next one, and the last one with that before it."""
+    found = list[list[int]]()
+    waiting = list[int]()
+    for members in buckets:
+        waiting = [*waiting, *members]
+        if sum(sizes[index] for index in waiting) >= least_bytes:
+            found.append(waiting)
+            waiting = []
+    if waiting:
+        found[-1:] = [[*(found[-1] if found else []), *waiting]]
+    return found
 
 
 def _by_size(members: list[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:

@@ -24,9 +24,11 @@ from zerostep.plan.probe import is_elementwise, refuse_coupled
 # Number of buckets, least and most bytes of one, as measured: few and small ones on the host, where messages are slow;
 # more and larger ones on an accelerator, where kernel launches are.
 _HOST_BUCKETS = (4, 1 << 20, 5 << 20)
-_ACCELERATOR_BUCKETS = (32, 25 << 20, 100 << 20)
+_ACCELERATOR_BUCKETS = (12, 25 << 20, 100 << 20)
 # The least bytes of a rank's part of a bucket on the host: a message costs as much time as so many bytes or more.
 _HOST_PART = 64 << 10
+# On an accelerator every collective takes some time, however small: the least bucket, as a fraction of the usual one.
+_LEAST_FRACTION = 12
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Settings:
     master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket_mb: float | None = None
+    compile: bool = False
 
     def check(self) -> None:
         """Raise `ValueError` for a value that is not allowed."""
@@ -47,6 +50,8 @@ class Settings:
             known, value = get_args(hint), getattr(self, name)
             if get_origin(hint) is Literal and value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; got {value!r}")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile must be True or False, got {self.compile!r}")
         if self.update == "backward" and self.reduction == "all":
             raise ValueError('update="backward" keeps no gradients, so reduction="all" has nothing to show: drop one')
         for name, dtype in (("master_dtype", self.master_dtype), ("reduce_dtype", self.reduce_dtype)):
@@ -107,16 +112,22 @@ class LayoutPlanner:
         end = len(self.positions)
         positions = [self.positions.get(param, end + index) for index, param in enumerate(params)]
         bucket_bytes = self._bucket_bytes(specs, itemsizes, world_size)
-        return plan_buckets(specs, world_size, bucket_bytes, itemsizes, costs, positions)
+        least_bytes = self._least_bytes(bucket_bytes, world_size, _on_host(specs))
+        return plan_buckets(specs, world_size, bucket_bytes, itemsizes, costs, positions, least_bytes)
 
     def _bucket_bytes(self, specs: Sequence[ParamSpec], itemsizes: Sequence[int], world_size: int) -> int:
         if self.settings.bucket_mb is not None:
             return max(1, int(self.settings.bucket_mb * 2**20))
         total = sum(spec.numel * size for spec, size in zip(specs, itemsizes, strict=True) if spec.trainable)
-        on_host = all(spec.device.startswith("cpu") for spec in specs)
+        on_host = _on_host(specs)
         count, least, most = _HOST_BUCKETS if on_host else _ACCELERATOR_BUCKETS
         wanted = min(max(total // count, least), most)
         return max(wanted, _HOST_PART * world_size) if on_host else wanted
+
+    def _least_bytes(self, bucket_bytes: int, world_size: int, on_host: bool) -> int:
+        if not on_host:
+            return bucket_bytes // _LEAST_FRACTION
+        return _HOST_PART * world_size if self.settings.bucket_mb is None else 0
 
     def _specs(self, group: Group, group_index: int, first_index: int) -> list[ParamSpec]:
         splittable = self._is_splittable(class_of(group, self.default_class), own_options(group))
@@ -136,3 +147,7 @@ class LayoutPlanner:
     def constructor_options(self, optimizer_class: OptimizerClass) -> Mapping[str, Any]:
         """The keyword arguments for the constructor of a class: the defaults belong to the default class alone."""
         return self.defaults if optimizer_class is self.default_class else {}
+
+
+def _on_host(specs: Sequence[ParamSpec]) -> bool:
+    return all(spec.device.startswith("cpu") for spec in specs)

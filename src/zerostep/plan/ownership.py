@@ -66,9 +66,8 @@ class Ownership:
 
     def moved(self) -> bool:
         """Whether some parameter has changed its dtype or device."""
-        return [param.dtype for param in self.params] != self._dtypes or [
-            p.device for p in self.params
-        ] != self._devices
+        dtypes, devices = [param.dtype for param in self.params], [param.device for param in self.params]
+        return dtypes != self._dtypes or devices != self._devices
 
     def describe_move(self) -> str:
         """The first parameter that has changed its dtype or device, and how; empty if none has."""

@@ -18,6 +18,7 @@ from zerostep.errors import InterruptedPassError
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
 from zerostep.step.labels import PhaseTimer, stepping_in_backward
+from zerostep.step.scaled_sum import ScaledSum
 from zerostep.step.update import Updater
 from zerostep.step.used_mask import pack_mask, union_of_masks
 
@@ -73,7 +74,7 @@ class BackwardUpdate:
         try:
             if self._failure is None:
                 with stepping_in_backward():
-                    self._updater.step_on({bucket: part}, self._inners, self._partial_steps, used)
+                    self._updater.step_on({bucket: ScaledSum(part)}, self._inners, self._partial_steps, used)
         except BaseException as error:
             self._failure = error
         self._updater.launch([bucket])

@@ -18,13 +18,16 @@ from torch.futures import Future
 
 Task = Callable[[], Tensor]
 
+_HIGH = -1
+
 
 class BucketRunner:
     """Runs tasks in the order in which they are submitted, which must be the same on all ranks."""
 
     def __init__(self, device: torch.device, stream_ordered: bool) -> None:
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        # Ahead of backward's kernels: what this stream launches is small, and a gather waits for it.
+        self._stream = None if device.type == "cpu" else torch.Stream(device, priority=_HIGH)
         self._thread = None
         if not stream_ordered:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerostep-buckets")

@@ -30,6 +30,7 @@ from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
 from zerostep.step.backward_update import AppliedGradOps, BackwardUpdate, refuse_kept_gradients
 from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.compiled_update import CompiledUpdates
 from zerostep.step.ddp_hook import in_backward_pass
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.grad_ops import ShardedGradOps
@@ -44,6 +45,7 @@ from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan, make_plan
 from zerostep.step.reference import ReferenceOptimizer
+from zerostep.step.scaled_sum import ScaledSum
 from zerostep.step.stand_ins import StandIns
 from zerostep.step.step_status import StepStatus
 from zerostep.step.update import Updater
@@ -162,6 +164,11 @@ class Engine:
             between_replicas + sum(exchange.bytes_sent for exchange in exchanges),
             between_replicas + sum(exchange.bytes_received for exchange in exchanges),
         )
+
+    @property
+    def compiled(self) -> CompiledUpdates | None:
+        """The compiled updates, if there are to be any."""
+        return self._updater.compiled
 
     @property
     def gradient_bytes(self) -> int:
@@ -462,7 +469,7 @@ class Engine:
         return self.iteration.steps - self._progress.steps
 
     def _show_gradients(self, placed: Collection[int]) -> None:
-        """Give every parameter that some rank has used something in `.grad`; those in `placed` have it already."""
+        """Give every parameter that some rank has used something in `.grad`, on all ranks; `placed` have it already."""
         # DDP has set .grad to this rank's zeros where only other ranks have a gradient: they are not a sum.
         absent, self._absent = self._absent, []
         for index in absent:
@@ -624,10 +631,14 @@ class Engine:
         """
         chosen = self.used_buckets()
         failure = self._updater.update(chosen, inners, self._owned_grad, self.sums.used)
+        if not self.blocks_host:
+            # Ahead of the status, which nobody waits for: in stream order the parameters would wait for it.
+            self._updater.launch_deferred(chosen)
         self.status.send(self._progress.place(self._gradients(), joined), failure)
         if failure is not None:
             self.status.send_error(failure)
-        self._updater.launch_deferred(chosen)
+        if self.blocks_host:
+            self._updater.launch_deferred(chosen)
         return failure
 
     def _gradients(self) -> int:
@@ -649,11 +660,11 @@ class Engine:
         with self.lock:
             self._updater.send_all()
 
-    def _owned_grad(self, bucket: int) -> Tensor:
+    def _owned_grad(self, bucket: int) -> ScaledSum:
         if self._whole:
-            return owned_part(self.buckets, bucket)
+            return ScaledSum(owned_part(self.buckets, bucket))
         self.reduction.finish_bucket(bucket)
-        return self.sums.parts[bucket]
+        return self.sums.scaled(bucket)
 
     def recover(self) -> None:
         """Drain pending messages after a failed step so that training can restart from a checkpoint."""

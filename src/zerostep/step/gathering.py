@@ -116,7 +116,9 @@ class ForwardHooks:
     def set_buckets(self, bucket_of: Mapping[Tensor, int]) -> None:
         """Say which buckets hold the parameters. The hooks stay as they are: compiled code would keep old ones."""
         for module in self._root.modules():
-            buckets = {bucket_of[param] for param in module.parameters(recurse=False) if param in bucket_of}
+            # Attention reads the parameters of its output projection without calling that module.
+            own = module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+            buckets = {bucket_of[param] for param in own if param in bucket_of}
             # The order in which `Updater.launch_deferred` launches the gathers.
             self._own[module] = [self._gathers.bucket(bucket) for bucket in sorted(buckets, reverse=True)]
 

@@ -100,8 +100,10 @@ class GradBuffers:
                         self._write(param, small[param])
 
     def _scale_run_into(self, view: Tensor, grads: list[Tensor]) -> None:
-        """Scale gradients into neighbouring places; flat ones straight into them, without memory in between."""
-        if {1}.issuperset(map(_dim, grads)) and {view.dtype}.issuperset(map(_dtype, grads)):
+        """Scale gradients into neighbouring places; contiguous ones straight into them, without memory in between."""
+        if {view.dtype}.issuperset(map(_dtype, grads)) and all(map(Tensor.is_contiguous, grads)):
+            if not {1}.issuperset(map(_dim, grads)):
+                grads = [grad.view(-1) for grad in grads]
             torch.cat(grads, out=view)
             view.mul_(self._plan.scale)
         else:

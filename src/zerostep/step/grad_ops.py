@@ -18,6 +18,7 @@ from zerostep.plan.layout import Fragment
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.grad_sums import GradSums
 from zerostep.step.norms import combine, power_sum, root
+from zerostep.step.scaled_sum import multiply
 
 
 class GradPasses(Protocol):
@@ -86,9 +87,13 @@ class ShardedGradOps:
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients."""
         self._note_edit()
+        self._settle()
+        if self._scattered:
+            self._sums.scale(self._sums.used_buckets, factor)
+            return
         with torch.no_grad():
-            for part in self._all_parts():
-                _multiply(part, factor.to(part.device))
+            for part in self._parts(self._sums.used):
+                multiply(part, factor.to(part.device))
 
     def clear(self) -> None:
         """Set all sums to zero, which are complete; their parameters still count as used."""
@@ -106,9 +111,9 @@ class ShardedGradOps:
 
     def _all_parts(self) -> list[Tensor]:
         self._settle()
-        used = self._sums.used
+        used, parts = self._sums.used, self._sums.parts
         if self._scattered:
-            return [self._sums.parts[bucket] for bucket in self._buckets.buckets_of(list(used))]
+            return [parts[bucket] for bucket in self._buckets.buckets_of(list(used))]
         return self._parts(used)
 
     def _settle(self) -> None:
@@ -165,18 +170,10 @@ class ShardedGradOps:
         return [part for part in self._buckets.layout.fragments_of(index) if part.rank == self._buckets.rank]
 
     def _part(self, fragment: Fragment) -> Tensor | None:
-        sums = self._sums.parts.get(fragment.bucket)
+        sums = self._sums.part(fragment.bucket)
         start = self._buckets.layout.buckets[fragment.bucket].owned(self._buckets.rank).start
         return None if sums is None else sums[fragment.place.start - start : fragment.place.stop - start]
 
     def _as_norm(self, index: int, value: Tensor) -> Tensor:
         param = self._buckets.params[index]
         return value.to(param.device, param.dtype.to_real())
-
-
-def _multiply(part: Tensor, factor: Tensor) -> None:
-    if part.device.type == "cpu" or part.element_size() > 2:
-        part.mul_(factor)
-    else:
-        # With a dimension, so that it is not rounded to the precision of the part before it is used.
-        torch.mul(part, factor.float().view(1), out=part)

@@ -10,6 +10,7 @@ from torch import Tensor
 from zerostep.plan.layout import Span
 from zerostep.step.reduction import MOST_IN_FLIGHT
 from zerostep.step.reduction_plan import ReductionPlan
+from zerostep.step.scaled_sum import ScaledSum
 
 
 class GradSums:
@@ -17,7 +18,7 @@ class GradSums:
 
     def __init__(self, plan: ReductionPlan) -> None:
         self._plan = plan
-        self._parts: dict[int, Tensor] = {}
+        self._parts: dict[int, ScaledSum] = {}
         self._used: set[int] = set()
         self._reusable: dict[int, Tensor] = {}
 
@@ -28,7 +29,20 @@ class GradSums:
     @property
     def parts(self) -> Mapping[int, Tensor]:
         """The sums, by bucket."""
-        return self._parts
+        return {bucket: part.settled() for bucket, part in self._parts.items()}
+
+    def part(self, bucket: int) -> Tensor | None:
+        """The sum of one bucket, if there is one."""
+        return self._parts[bucket].settled() if bucket in self._parts else None
+
+    def scaled(self, bucket: int) -> ScaledSum:
+        """The sum of one bucket with the factor that is left to do."""
+        return self._parts[bucket]
+
+    def scale(self, buckets: Iterable[int], factor: Tensor) -> None:
+        """Multiply the sums of some buckets, when they are used."""
+        for bucket in buckets:
+            self._parts[bucket].scale(factor)
 
     @property
     def used(self) -> Collection[int]:
@@ -43,7 +57,8 @@ class GradSums:
     @property
     def nbytes(self) -> int:
         """Bytes of the sums, and of memory kept for the next ones."""
-        kept = (part.untyped_storage() for part in [*self._parts.values(), *self._reusable.values()])
+        parts = [part.unsettled for part in self._parts.values()]
+        kept = (part.untyped_storage() for part in [*parts, *self._reusable.values()])
         return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
     # ------------------------------------------------------------------ what the reduction calls
@@ -58,9 +73,9 @@ class GradSums:
     def take(self, bucket: int, part: Tensor) -> None:
         """Add the sum of a pass to those of earlier ones."""
         if bucket in self._parts:
-            self._parts[bucket].add_(part)
+            self._parts[bucket].settled().add_(part)
         else:
-            self._parts[bucket] = part
+            self._parts[bucket] = ScaledSum(part)
 
     # ------------------------------------------------------------------ which parameters count
 
@@ -74,8 +89,8 @@ class GradSums:
 
     def take_all(self) -> dict[int, Tensor]:
         """Hand over all sums; none are left here."""
-        parts, self._parts = self._parts, {}
-        return parts
+        parts, self._parts = self.parts, {}
+        return dict(parts)
 
     def drop(self, params: Iterable[int]) -> None:
         """Drop the gradients of some parameters. Nothing of an ended pass may be in flight."""
@@ -101,13 +116,13 @@ class GradSums:
         # An inner optimizer may keep a reference to a gradient that it was given: such memory is not reused.
         alone = _references(torch.empty(0))
         for bucket in buckets:
-            part = self._parts.pop(bucket)
+            part = self._parts.pop(bucket).unsettled
             if bucket not in last and part.device.type == "cpu" and _references(part) == alone:
                 self._reusable[bucket] = part
 
     def _zero(self, bucket: int, dropped: Collection[int]) -> None:
         """Zero the sums of dropped gradients."""
-        where, part = self._plan.layout.buckets[bucket], self._parts[bucket]
+        where, part = self._plan.layout.buckets[bucket], self._parts[bucket].settled()
         start = 0 if self._plan.whole else where.owned(self._plan.rank).start
         for slot in where.slots:
             if slot.param in dropped:

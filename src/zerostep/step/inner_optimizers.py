@@ -80,6 +80,10 @@ class InnerOptimizers:
         """The optimizer of an outer group."""
         return self._all[self._classes[group]]
 
+    def group(self, group: int) -> Group:
+        """The inner group of an outer one, with its options and leaves."""
+        return self._groups[group]
+
     def push_options(self, outer: Sequence[Group]) -> None:
         """Copy the options of the outer groups to the inner ones."""
         for theirs, ours in zip(outer, self._groups, strict=True):

@@ -72,6 +72,10 @@ class ArrivedBucket:
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in self.views]
 
 
+ReducedBucket = tuple[ArrivedBucket, Tensor | Exception]
+"""A bucket and its reduced gradients, or why they could not be reduced."""
+
+
 @dataclass(frozen=True)
 class StepFailure:
     """Why an iteration has failed, in words, and this rank's own error. `untouched` if no rank has updated anything."""
@@ -125,31 +129,32 @@ class OverlapPipeline:
             joined=not in_backward_pass(),
         )
 
-    def process(
-        self, arrived: ArrivedBucket, reduced: Tensor | Exception, transport: Transport, control: Transport
-    ) -> None:
-        """Update and gather one bucket; all ranks, in the order of the buckets.
+    def process(self, batch: Sequence[ReducedBucket], transport: Transport, control: Transport) -> None:
+        """Update some buckets and gather them together; all ranks, in the order of the buckets.
 
-        If the reduction or the update fails on one rank it fails on all, where ranks wait for each other on the host.
-        The remaining buckets are then only gathered, so that no rank waits for a message that is never sent, and
-        nothing moves once backward has returned.
+        If a reduction or an update fails on one rank it fails on all, where ranks wait for each other on the host. The
+        remaining buckets are then only gathered, so that no rank waits for a message that is never sent, and nothing
+        moves once backward has returned.
         """
-        if arrived.index == 0:
-            self._begin(arrived.joined)
-        wanted = _used_by_any(arrived.used, len(arrived.plan.params), control)
-        self._used.update(zip(arrived.plan.params, wanted, strict=True))
+        first, last = batch[0][0], batch[-1][0]
+        if first.index == 0:
+            self._begin(first.joined)
         failed_before, status = self._failure is not None, FAILED
+        for arrived, reduced in batch:
+            wanted = _used_by_any(arrived.used, len(arrived.plan.params), control)
+            self._used.update(zip(arrived.plan.params, wanted, strict=True))
+            if not failed_before and self._error is None:
+                transport.presence.at("update", arrived.index)
+                with recorded_range("update", arrived.index), stepping_in_backward():
+                    status = self._try_update(arrived, reduced, wanted)
+        memories = [memory for arrived, _ in batch for memory in arrived.plan.memories]
+        transport.presence.at("gather", first.index)
+        with recorded_range("gather", first.index):
+            rows = transport.gather(memories, self.row(status), sum(arrived.plan.fingerprint for arrived, _ in batch))
         if not failed_before:
-            transport.presence.at("update", arrived.index)
-            with recorded_range("update", arrived.index), stepping_in_backward():
-                status = self._try_update(arrived, reduced, wanted)
-        transport.presence.at("gather", arrived.index)
-        with recorded_range("gather", arrived.index):
-            rows = transport.gather(arrived.plan.memories, self.row(status), arrived.plan.fingerprint)
-        if not failed_before:
-            exchanged = transport.exchanges_status(arrived.plan.memories)
-            self._failure = self._judge(arrived, rows, control) if exchanged else self._own_failure(arrived, transport)
-        if arrived.is_last and self._failure is None:
+            exchanged = transport.exchanges_status(memories)
+            self._failure = self._judge(first, rows, control) if exchanged else self._own_failure(first, transport)
+        if last.is_last and self._failure is None:
             self._partial_steps.end()
             copy_options(self._inner.param_groups, self._outer_groups)
 
@@ -205,13 +210,13 @@ class OverlapPipeline:
         copy_options(self._outer_groups, self._inner.param_groups)
         self._partial_steps = PartialSteps([self._inner], self._inner.param_groups)
         self._error = self._failure = None
+        self._is_untouched = True
         for param, leaf in self._leaf_of.items():
             if leaf.data_ptr() != param.data_ptr():
                 leaf.data = param.data
 
     def _try_update(self, arrived: ArrivedBucket, reduced: Tensor | Exception, wanted: Sequence[bool]) -> int:
         leaves: list[tuple[int, Tensor, Tensor]] = []
-        self._is_untouched = True
         try:
             if isinstance(reduced, Exception):
                 raise reduced

@@ -20,7 +20,7 @@ from zerostep.plan.ownership import Ownership
 from zerostep.step.ddp_hook import in_backward_pass
 from zerostep.step.grad_snapshot import GradSnapshot
 from zerostep.step.late_rows import Check, LateRows
-from zerostep.step.overlap_pipeline import ArrivedBucket, GradientCallback, OverlapPipeline
+from zerostep.step.overlap_pipeline import ArrivedBucket, GradientCallback, OverlapPipeline, ReducedBucket
 from zerostep.step.place import Progress
 from zerostep.step.step_status import FAILED, UPDATED
 
@@ -136,22 +136,19 @@ class OverlapState:
         """Whether some rank had a gradient for a parameter in the last iteration."""
         return self._running.was_used(param)
 
-    def process(
-        self, arrived: ArrivedBucket, reduced: Tensor | Exception, transport: Transport, control: Transport
-    ) -> None:
-        """Update and gather one bucket; all ranks, in the order of the buckets. Runs where the bucket runner runs."""
-        self._half_done = True
-        if arrived.index == 0:
+    def process(self, batch: Sequence[ReducedBucket], transport: Transport, control: Transport) -> None:
+        """Update and gather some buckets; all ranks, in the order of the buckets. Runs where the bucket runner runs."""
+        self._half_done, first, last = True, batch[0][0], batch[-1][0]
+        if first.index == 0:
             transport.presence.begin_step()
         try:
-            self._running.process(arrived, reduced, transport, control)
+            self._running.process(batch, transport, control)
         except BaseException as error:
             cause = error if isinstance(error, TransportError) else describe_error(error)
-            raise self._host.fail(f"the exchange of bucket {arrived.index} failed: {cause}") from error
-        if arrived.is_last:
-            self._end_iteration(
-                transport, bool(arrived.plan.memories) and not transport.exchanges_status(arrived.plan.memories)
-            )
+            raise self._host.fail(f"the exchange of bucket {first.index} failed: {cause}") from error
+        if last.is_last:
+            memories = [memory for arrived, _ in batch for memory in arrived.plan.memories]
+            self._end_iteration(transport, bool(memories) and not transport.exchanges_status(memories))
 
     def _end_iteration(self, transport: Transport, later: bool) -> None:
         """Count the step, or raise why it has failed; with `later`, other ranks learn of it in a later step."""

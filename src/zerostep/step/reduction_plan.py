@@ -16,6 +16,9 @@ from zerostep.comm.exchange import Exchange
 from zerostep.plan.layout import Layout, Span
 from zerostep.plan.layout_planner import Settings
 
+# On an accelerator a call costs the host as much as copying megabytes costs the device.
+_SMALL_ON_HOST, _SMALL_ON_ACCELERATOR = 1 << 14, 1 << 23
+
 
 class Run(NamedTuple):
     """Parameters that lie side by side in a bucket."""
@@ -39,7 +42,7 @@ class ReductionPlan:
     dtypes: Sequence[torch.dtype]
     scale: float
     whole: bool
-    small: int = 1 << 14
+    small: int = _SMALL_ON_HOST
 
     @cached_property
     def bucket_of(self) -> list[int]:
@@ -91,4 +94,10 @@ def make_plan(
     """The plan of an optimizer with these settings; buckets are summed in their own dtype, or in that of `settings`."""
     firsts, wanted = [params[bucket.slots[0].param] for bucket in layout.buckets], settings.reduce_dtype
     dtypes = [wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts]
-    return ReductionPlan(layout, rank, params, exchanges, dtypes, scale, whole=settings.reduction == "all")
+    small = small_on(all(param.device.type == "cpu" for param in firsts))
+    return ReductionPlan(layout, rank, params, exchanges, dtypes, scale, settings.reduction == "all", small)
+
+
+def small_on(host: bool) -> int:
+    """The number of elements below which gradients are held until their bucket is full, on a host or an accelerator."""
+    return _SMALL_ON_HOST if host else _SMALL_ON_ACCELERATOR

@@ -28,6 +28,8 @@ from zerostep.tensors import flat_alias
 logger = logging.getLogger("zerostep")
 
 _ORDER_OF_A_SUM = 1e-6
+# Compiled kernels round differently, which Muon, in bfloat16, shows: relative to the longest step of an element.
+_ROUNDED_STEP = 0.05
 
 
 class ReferenceOptimizer:
@@ -47,6 +49,7 @@ class ReferenceOptimizer:
         self._local: dict[int, Tensor] = {}
         self._edited = self._several = False
         self._seen: list[Group] = []
+        self._before: list[Tensor] = []
         members = [self._copy_params(group) for group in groups]
         self._inners = InnerOptimizers(
             [self._noted(group) for group in groups], members, planner.default_class, planner.defaults
@@ -125,6 +128,8 @@ class ReferenceOptimizer:
     def step(self, outer: Sequence[Group], params: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
         """Step with these sums, from the parameters as they are now, with the options that the user has changed."""
         self._follow(outer, params)
+        if self._planner.settings.compile:
+            self._before = [copy.detach().clone() for copy in self._copies]
         for index, copy in enumerate(self._copies):
             copy.grad = sums[index].reshape(copy.shape).to(copy.dtype) if index in sums else None
         with torch.no_grad():
@@ -156,11 +161,22 @@ class ReferenceOptimizer:
         for index, (copy, param) in enumerate(zip(self._copies, params, strict=True)):
             copy.grad = None
             expected = copy.detach().to(param.dtype)
-            if not _same_bits(expected, param):
+            if not _same_bits(expected, param) and not self._is_close(index, expected, param.detach()):
                 different, gap = int((expected != param).sum()), float((expected - param.detach()).abs().max())
                 self._fail(index, f"{different} of {param.numel()} elements are off, by up to {gap:.3g}")
         if self.done:
-            logger.info("%d steps were compared with an unsharded optimizer: bit-equal", self._steps)
+            how = "equal but for the rounding of compiled kernels" if self._planner.settings.compile else "bit-equal"
+            logger.info("%d steps were compared with an unsharded optimizer: %s", self._steps, how)
+
+    def _is_close(self, index: int, expected: Tensor, actual: Tensor) -> bool:
+        """Whether a compiled update differs from another one by no more than its kernels may round."""
+        if not self._planner.settings.compile or not expected.is_floating_point():
+            return False
+        steps = (expected - self._before[index].to(expected.dtype)).abs()
+        longest = steps.masked_fill(~steps.isfinite(), 0).max()
+        allowed = _ROUNDED_STEP * longest + 2 * torch.finfo(expected.dtype).eps * expected.abs()
+        same = (expected == actual) | (expected.isnan() & actual.isnan())
+        return bool((same | ((expected - actual).abs() <= allowed)).all())
 
     def _fail(self, index: int, description: str) -> None:
         raise VerificationError(

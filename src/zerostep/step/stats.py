@@ -12,6 +12,7 @@ class Stats:
     `gradient_bytes` counts reduced gradients, buckets in flight and buffers that receive them; `state_bytes` the state
     of the inner optimizers. `wait_seconds` counts, by phase, the time for which this rank's host waited for others:
     communication that was not hidden. On a backend that works in stream order the host never waits: use a profiler.
+    With `compile=True`, `compiled_graphs` and `compile_seconds` say how many updates were compiled, and for how long.
     """
 
     steps: int
@@ -25,4 +26,6 @@ class Stats:
     bytes_received: int
     gradient_bytes: int = 0
     state_bytes: int = 0
+    compiled_graphs: int = 0
+    compile_seconds: float = 0.0
     wait_seconds: dict[str, float] = field(default_factory=dict)

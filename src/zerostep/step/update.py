@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from zerostep.memory.leaf import Leaf
 from zerostep.memory.shard import Shard
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.bucket_shards import BucketShards
+from zerostep.step.compiled_update import CompiledUpdates, PreparedUpdates, Update, run_updates
 from zerostep.step.gathering import PendingGathers
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.scaled_sum import ScaledSum
 
 # Updates begin while the last sums are in flight; where the host does not wait for sums, one batch is cheapest.
 _MOST_PARTIAL_STEPS = 8
@@ -33,9 +36,10 @@ class Updater:
     ) -> None:
         self._buckets, self._gathers, self._timer, self._gather = buckets, gathers, timer, settings.gather
         self._most_batches = _MOST_PARTIAL_STEPS if blocks_host else 1
+        self.compiled = CompiledUpdates() if settings.compile else None
 
     def update(
-        self, chosen: Sequence[int], inners: InnerOptimizers, grad_of: Callable[[int], Tensor], used: Collection[int]
+        self, chosen: Sequence[int], inners: InnerOptimizers, grad_of: Callable[[int], ScaledSum], used: Collection[int]
     ) -> BaseException | None:
         """Step on the owned part of the chosen buckets and launch their gathers; the error of the update, if it failed.
 
@@ -85,23 +89,52 @@ class Updater:
 
     @torch.no_grad()
     def step_on(
-        self, grads: Mapping[int, Tensor], inners: InnerOptimizers, partial_steps: PartialSteps, used: Collection[int]
+        self,
+        sums: Mapping[int, ScaledSum],
+        inners: InnerOptimizers,
+        partial_steps: PartialSteps,
+        used: Collection[int],
     ) -> None:
         """Step on the owned part of some buckets, given their gradients by bucket."""
-        leaves, batch = list[Leaf](), list(grads)
+        batch, prepared = list(sums), None if self.compiled is None else self.compiled.begin(inners)
+        leaves = {bucket: self._used_leaves(self._buckets.bind(bucket), inners, used) for bucket in batch}
+        with self._timer.phase("update", batch[0], batch[-1]):
+            rest = list[Leaf]()
+            ready = list[tuple[Update, Tensor | None]]()
+            for bucket in batch:
+                updates, others = self._compiled(bucket, leaves[bucket], sums[bucket], prepared)
+                ready += [(update, sums[bucket].factor) for update in updates]
+                rest += others
+            run_updates(ready)
+            self._step_plain(rest, sums, partial_steps)
+        for bucket in batch:
+            self._buckets.shards[bucket].mark_changed(used)
+
+    def _compiled(
+        self, bucket: int, leaves: list[Leaf], given: ScaledSum, prepared: PreparedUpdates | None
+    ) -> tuple[list[Update], list[Leaf]]:
+        """The compiled updates of a bucket, and the leaves that have none."""
+        if prepared is None:
+            return [], leaves
+        shard = self._buckets.shards[bucket]
+        rounded = None if shard.master is None else shard.owned
+        found = [prepared.of(leaf, given.unsettled, rounded) for leaf in leaves]
+        if None in found:
+            given.settled()  # the others read it as it should be
+        others = [leaf for leaf, update in zip(leaves, found, strict=True) if update is None]
+        return [update for update in found if update is not None], others
+
+    def _step_plain(self, leaves: list[Leaf], sums: Mapping[int, ScaledSum], partial_steps: PartialSteps) -> None:
+        """Step on some leaves by the inner optimizers' own `step()`, and round what has masters."""
         try:
-            for bucket, part in grads.items():
-                for leaf in self._used_leaves(self._buckets.bind(bucket), inners, used):
-                    leaf.tensor.grad = leaf.view(part).to(leaf.tensor.dtype)
-                    leaves.append(leaf)
-            with self._timer.phase("update", batch[0], batch[-1]):
-                partial_steps.step((leaf.group, leaf.tensor) for leaf in leaves)
+            for leaf in leaves:
+                leaf.tensor.grad = leaf.view(sums[leaf.bucket].settled()).to(leaf.tensor.dtype)
+            partial_steps.step((leaf.group, leaf.tensor) for leaf in leaves)
         finally:
             for leaf in leaves:
                 leaf.tensor.grad = None
-        for bucket in batch:
-            self._buckets.shards[bucket].copy_masters_to_params()
-            self._buckets.shards[bucket].mark_changed(used)
+        for bucket, together in groupby(leaves, key=lambda leaf: leaf.bucket):
+            self._buckets.shards[bucket].round_masters(list(together))
 
     def _used_leaves(self, shard: Shard, inners: InnerOptimizers, used: Collection[int]) -> list[Leaf]:
         """The leaves of a bucket that take part in this step.

@@ -6,9 +6,9 @@ A subclass adds the three transfers that these are made of: a send, a receive an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from zerostep.errors import TransportError
 _TAG_STATUS = 0x7A66
 # Many messages keep a socket busy. On an accelerator stream order does that, and scratch memory is scarce.
 _MESSAGES_IN_FLIGHT = 8
-_BROADCASTS_IN_FLIGHT = 2
+_GROUPS_IN_FLIGHT = 2
+_GROUP_BYTES = 64 << 20
 _MOST_NAMED = 8
 
 
@@ -59,14 +60,18 @@ class BaseTransport(Transport, ABC):
         # The fingerprints come before any data: a rank with another layout would make the message sizes differ.
         exchanges = self.exchanges_status(bucket_memories)
         rows = self._exchange_status(row, fingerprint, errors) if exchanges else [list(row)]
-        for bucket_memory in bucket_memories:
-            bucket_memory.attach()
-            if bucket_memory.device.type == "cpu":
-                finish_in_order(self._exchange_messages(bucket_memory, errors), _MESSAGES_IN_FLIGHT)
-            else:
-                finish_in_order(self._broadcast_messages(bucket_memory), _BROADCASTS_IN_FLIGHT)
+        for device, memories in groupby(bucket_memories, key=lambda bucket_memory: bucket_memory.device):
+            self._gather_on(device, list(memories), errors)
         errors.raise_if_any()
         return rows
+
+    def _gather_on(self, device: torch.device, memories: Sequence[BucketMemory], errors: FirstError) -> None:
+        for memory in memories:
+            memory.attach()
+            if device.type == "cpu":
+                finish_in_order(self._exchange_messages(memory, errors), _MESSAGES_IN_FLIGHT)
+        if device.type != "cpu":
+            finish_in_order(self._broadcast_messages(memories), _GROUPS_IN_FLIGHT)
 
     def exchanges_status(self, bucket_memories: Sequence[BucketMemory]) -> bool:
         """True if some bucket is in host memory: then every rank waits for every other anyway."""
@@ -86,13 +91,20 @@ class BaseTransport(Transport, ABC):
                     send = self.start_send(memory, to) if memory is not None else None
                 yield partial(_finish_messages, message, receive, send, errors)
 
-    def _broadcast_messages(self, bucket_memory: BucketMemory) -> Iterator[Callable[[], None]]:
+    def start_broadcasts(self, memories: Sequence[tuple[Tensor, int]]) -> Sequence[Transfer]:
+        """Start overwriting each memory with that of the rank that comes with it, all at once if the backend can."""
+        return [self.start_broadcast(memory, source) for memory, source in memories]
+
+    def _broadcast_messages(self, memories: Sequence[BucketMemory]) -> Iterator[Callable[[], None]]:
         # All ranks take the owners in the same order: broadcasts of one group are matched by their order alone.
-        for owner in range(self.world_size):
-            mine = owner == self.rank
-            for message in bucket_memory.messages(owner):
-                transfer = self.start_broadcast(message.pack() if mine else message.buffer(), owner)
-                yield partial(_finish_broadcast, None if mine else message, transfer)
+        messages = [each for memory in memories for each in _by_turns(memory, self.world_size)]
+        for group in _groups(messages):
+            sent = [(each.pack() if owner == self.rank else each.buffer(), owner) for each, owner in group]
+            received = [
+                (each, memory) for (each, owner), (memory, _) in zip(group, sent, strict=True) if owner != self.rank
+            ]
+            # The backend reads and writes all memories until the wait.
+            yield partial(_finish_broadcasts, self.start_broadcasts(sent), sent, received)
 
     def _exchange_status(self, row: Sequence[int], fingerprint: int, errors: FirstError) -> list[list[int]]:
         """Exchange rows and fingerprints with every rank, in one small message each: cheaper than a collective."""
@@ -130,10 +142,34 @@ def _finish_messages(
             send.wait()
 
 
-def _finish_broadcast(message: Message | None, transfer: Transfer) -> None:
-    memory = transfer.wait()
-    if message is not None:
+def _finish_broadcasts(
+    transfers: Sequence[Transfer], memories: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Message, Tensor]]
+) -> None:
+    for transfer in transfers:
+        transfer.wait()
+    for message, memory in received:
         message.unpack(memory)
+
+
+def _by_turns(memory: BucketMemory, owners: int) -> Iterator[tuple[Message, int]]:
+    """All messages and their owners, one of each owner by turns, so that all ranks send at the same time."""
+    for turn in zip_longest(*(memory.messages(owner) for owner in range(owners))):
+        for owner, message in enumerate(turn):
+            if message is not None:
+                yield message, owner
+
+
+def _groups(messages: Iterable[tuple[Message, int]]) -> Iterator[list[tuple[Message, int]]]:
+    """Messages that are under way together: of at most so many bytes, or one."""
+    group, filled = list[tuple[Message, int]](), 0
+    for message, owner in messages:
+        if group and filled + message.nbytes > _GROUP_BYTES:
+            yield group
+            group, filled = [], 0
+        group.append((message, owner))
+        filled += message.nbytes
+    if group:
+        yield group
 
 
 def as_real(memory: Tensor) -> Tensor:

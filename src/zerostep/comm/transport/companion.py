@@ -216,6 +216,10 @@ class _HostBucket:
 class _HostMessage:
     message: Message
 
+    @property
+    def nbytes(self) -> int:
+        return self.message.nbytes
+
     def pack(self) -> Tensor:
         # Blocks until the device has written the elements: Gloo reads host memory without knowing of streams.
         return self.message.pack().cpu()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.companion import CompanionTransport, connect_companion
@@ -121,6 +122,22 @@ class GroupTransport(BaseTransport):
         """Start overwriting `memory` with that of rank `source`."""
         call = partial(dist.broadcast, as_bytes(memory), group_src=source, async_op=True)
         return self._start(call, memory, f"the broadcast of {self._name(source)}")
+
+    def start_broadcasts(self, memories: Sequence[tuple[Tensor, int]]) -> Sequence[Transfer]:
+        """As one operation of the backend if it has such: then all sources send at the same time."""
+        device = memories[0][0].device
+        backend = self._group._get_backend(device)
+        if len(memories) == 1 or not getattr(backend, "supports_coalescing", False):
+            return super().start_broadcasts(memories)
+        sources = ", ".join(map(self._name, dict.fromkeys(source for _, source in memories)))
+
+        def call(group: dist.ProcessGroup) -> Any:
+            with distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
+                for memory, source in memories:
+                    dist.broadcast(as_bytes(memory), group=group, group_src=source, async_op=True)
+            return together
+
+        return [self._start(call, memories[0][0], f"the broadcasts of {sources}")]
 
     def _name(self, rank: int) -> str:
         return f"rank {self.peers[rank]} of {len(self.presence.ranks)}"

@@ -18,6 +18,10 @@ TAG_DATA = 0x7A65
 class Message(Protocol):
     """A range of one owner's part of a bucket that is sent as one message."""
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
     def pack(self) -> Tensor:
         """The elements as one-dimensional contiguous memory, to be sent."""
 

@@ -20,7 +20,7 @@ from zerostep.plan.layout_planner import Settings
 from zerostep.step.grad_sums import GradSums
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.reduction import Reduction, SumSink
-from zerostep.step.reduction_plan import ReductionPlan
+from zerostep.step.reduction_plan import ReductionPlan, small_on
 from zerostep.tensors import Scratch
 from zerostep.tools.planner.sources import meta_parameter
 
@@ -51,7 +51,7 @@ def gradient_bytes(
     """
     exchange = _CountingExchange(layout.world_size, rank, on_host)
     plan = _plan(layout, rank, settings.reduce_dtype, exchange)
-    plan = replace(plan, small=0) if in_ddp else plan
+    plan = replace(plan, small=0 if in_ddp else small_on(on_host))
     in_backward = settings.update == "backward"
     sink: SumSink = _DroppedSums(exchange) if in_backward else GradSums(plan)
     reduction = Reduction(plan, lambda part: part, PhaseTimer(), sink)
