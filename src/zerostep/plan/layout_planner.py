@@ -24,7 +24,7 @@ from zerostep.plan.probe import is_elementwise, refuse_coupled
 # Number of buckets, least and most bytes of one, as measured: few and small ones on the host, where messages are slow;
 # more and larger ones on an accelerator, where kernel launches are.
 _HOST_BUCKETS = (4, 1 << 20, 5 << 20)
-_ACCELERATOR_BUCKETS = (12, 25 << 20, 100 << 20)
+_ACCELERATOR_BUCKETS = (8, 25 << 20, 100 << 20)
 # The least bytes of a rank's part of a bucket on the host: a message costs as much time as so many bytes or more.
 _HOST_PART = 64 << 10
 # On an accelerator every collective takes some time, however small: the least bucket, as a fraction of the usual one.
