@@ -54,8 +54,9 @@ def test_whole_matrices_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed, lines
     for runs in reports:
         for run in runs:
-            for name in ("parameters", "state"):
-                assert getattr(run.measured, name) == getattr(run.predicted, name), (run.name, name)
+            assert run.measured.state == run.predicted.state, run.name
+            # No parameter's storage has the few elements that make the parts of a bucket equal.
+            assert 0 <= run.predicted.parameters - run.measured.parameters <= 4 * 2 * 64, run.name
             # What is under way when backward ends depends on the order in which gradients come, which is only about
             # that of the parameters.
             assert run.measured.total == pytest.approx(run.predicted.total, rel=0.02)

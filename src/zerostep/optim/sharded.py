@@ -99,7 +99,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         master_dtype: keep masters of the owned elements of low-precision parameters in this dtype, and update those.
         reduce_dtype: sum gradients in this dtype.
         bucket_mb: about how many megabytes travel together. If not given: in host memory a quarter of the trained
-            parameters, but at least 1 and at most 5, or 1/16 for each rank if that is more; on an accelerator an eighth,
+            parameters, but at least 1 and at most 5, or 1/16 for each rank if that is more; on an accelerator an 8th,
             but at least 25 and at most 100.
         compile: compile all that happens to an owned element in a step, from the summed gradient to the new parameter,
             into one kernel, for every class whose `step()` can be traced; others are updated as they are without, and
