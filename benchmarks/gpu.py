@@ -39,10 +39,11 @@ from zerostep.tools.demo import GPT, largest_difference
 RANKS = (1, 8, 64, 1024, 4096)
 UPDATES = (
     update.Entry("flat", True),
-    update.Entry("flat", True, 5),
+    update.Entry("flat", True, 100),
     update.Entry("GPT", True),
     update.Entry("GPT", True, 100),
-    update.Entry("GPT", True, 100, nccl=True),
+    update.Entry("GPT", True, 100, masters=True),
+    *update.COMPILED,
 )
 SHARED = ("ddp", "drop-in", "hook", "interleaved", "step", "forward", "forward-ddp", "forward-ddp-all", "backward")
 STEPS, JOB_SECONDS, NCCL_ROUNDS = 4, 120, 3

@@ -35,14 +35,15 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.launch import LaunchError, run_on
 from benchmarks.machine import hardware, versions
 from benchmarks.network import LOOPBACK, loopback
-from benchmarks.peers.entries import ENTRIES, PLAIN, Entry
+from benchmarks.peers.entries import ENTRIES, NAMED, PLAIN, Entry
 from benchmarks.peers.trainer import Loop, Trainer
 from benchmarks.timing import Timing, markdown
 from zerostep.tools.demo import GPT, GPTShape, largest_difference
 
 KEYS = (
     *("compute", "ddp", "ddp-tuned", "torch", "torch-view", "torch-hook", "torch-interleaved", "fsdp2"),
-    *("drop-in", "hook", "interleaved", "step", "forward", "forward-fused", "forward-ddp", "backward", "backward-step"),
+    *("drop-in", "hook", "interleaved", "step", "forward", "forward-fused", "forward-compiled", "forward-ddp"),
+    *("backward", "backward-step"),
 )
 WARMUP, STEPS, CASE_SECONDS, MAX_NORM = 3, 2, 280, 1.0
 WIRE_BYTES = 100 << 20
@@ -110,7 +111,7 @@ def measured(name: str, keys: Sequence[str], rounds: int, folder: str | None) ->
     wire = _wire()
     data, trainers, rows = case.data(dist.get_rank()), dict[str, Trainer](), list[dict[str, Any]]()
     held = dict[str, int]()
-    for entry in [entry for entry in ENTRIES if entry.key in keys]:
+    for entry in [entry for entry in (*ENTRIES, *NAMED) if entry.key in keys]:
         before = torch.cuda.memory_allocated()
         try:
             trainers[entry.key] = _built(entry, case, data)
@@ -120,7 +121,7 @@ def measured(name: str, keys: Sequence[str], rounds: int, folder: str | None) ->
             rows.append({"entry": entry.name, "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
     gaps = _gaps(trainers)
     times = _timed(trainers, data, rounds, held)
-    names = {entry.key: entry.name for entry in ENTRIES}
+    names = {entry.key: entry.name for entry in (*ENTRIES, *NAMED)}
     found = [{"entry": names[key], "difference": gaps[key], **times[key]} for key in trainers]
     if folder is not None:
         _profile(trainers, data, f"{folder}/{name}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.entries import BOUND, ENTRIES, PLAIN, SIZES, WIRE, Entry, Role
+from benchmarks.peers.entries import BOUND, ENTRIES, NAMED, PLAIN, WIRE, Entry, Role
 from benchmarks.timing import Timing
 
 COLORS: Mapping[Role, str] = {"bound": "#b9b9b9", "plain": "#6f6f6f", "peer": "#d08a3e", "ours": "#2f6f9f"}
@@ -31,7 +31,7 @@ class Line:
 def lines(seconds: Mapping[str, Sequence[float]]) -> list[Line]:
     """Everything that trains, the fastest first."""
     plain = Timing(tuple(seconds[PLAIN.key])).median
-    shown = [entry for entry in (*ENTRIES, *SIZES) if entry.key in seconds and entry.role != "bound"]
+    shown = [entry for entry in (*ENTRIES, *NAMED) if entry.key in seconds and entry.role != "bound"]
     found = [Line(entry, *(value / plain for value in Timing(tuple(seconds[entry.key])).quartiles)) for entry in shown]
     return sorted(found, key=lambda line: line.median)
 

@@ -20,7 +20,7 @@ from benchmarks.contest import attempt, chosen, measure
 from benchmarks.launch import LaunchError, run_on
 from benchmarks.machine import hardware, versions
 from benchmarks.network import Host, NetworkError, loopback, obstacle, shaped
-from benchmarks.peers.entries import ALWAYS, BOUND, ENTRIES, PLAIN, SIZES, WIRE, entries_of
+from benchmarks.peers.entries import ALWAYS, BOUND, ENTRIES, NAMED, PLAIN, WIRE, entries_of
 from benchmarks.picture import draw
 from benchmarks.sharded_bars import NAMES, verdicts
 from benchmarks.timing import Timing, another_run, markdown, spread_cells
@@ -129,7 +129,7 @@ def _bounds(result: Mapping[str, Any]) -> list[str]:
 def _table(result: Mapping[str, Any]) -> str:
     header = ["entry", "rounds", "median ms", "quartiles ms", f"/ {PLAIN.name}", "another run", "sent / P"]
     header += ["calls / step", "state / even share", "peak MiB", "lost", "numbers"]
-    keys = [entry.key for entry in (*ENTRIES, *SIZES)]
+    keys = [entry.key for entry in (*ENTRIES, *NAMED)]
     rows = [_row(key, result) for key in keys if key in result["seconds"]]
     failed = [
         [NAMES[key], *["-"] * (len(header) - 2), result["failures"][key]] for key in keys if key in result["failures"]
@@ -196,7 +196,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", type=lambda text: _listed(text, cases), default=cases, help=", ".join(cases))
     parser.add_argument("--ranks", type=lambda text: list(map(_positive, text.split(","))), default=[2])
-    known = [*keys, *(each.key for each in SIZES)]
+    known = [*keys, *(each.key for each in NAMED)]
     parser.add_argument("--peers", type=lambda text: _listed(text, known), default=keys, help=", ".join(known))
     parser.add_argument(
         "--network", choices=("loopback", "shaped", "auto"), default="loopback", help="auto: shaped if possible"

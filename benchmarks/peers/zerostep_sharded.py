@@ -38,6 +38,7 @@ class Sharded:
     bucket_mb: float | None = None
     reduction: Literal["scatter", "all"] = "scatter"
     update: Literal["step", "backward"] = "step"
+    compiled: bool = False
 
     def build(self, factory: Factory, optimizer_class: type[Optimizer], options: Options) -> Trainer:
         """Build it, otherwise with its defaults."""
@@ -49,6 +50,7 @@ class Sharded:
             "bucket_mb": self.bucket_mb,
             "reduction": self.reduction,
             "update": self.update,
+            "compile": self.compiled,
         }
         optimizer = _class()(wrapped, optimizer_class, **ours, **chosen)
         return _Sharded(model, wrapped, optimizer, clips=self.update == "step")
