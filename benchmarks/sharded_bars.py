@@ -12,8 +12,8 @@ from benchmarks.peers.entries import (
     ENTRIES,
     FORWARD,
     FUSED,
+    NAMED,
     PLAIN,
-    SIZES,
     STEP,
     TUNED,
     UNDER_DDP,
@@ -21,7 +21,7 @@ from benchmarks.peers.entries import (
 )
 from benchmarks.timing import Timing
 
-NAMES = {entry.key: entry.name for entry in (*ENTRIES, *SIZES)}
+NAMES = {entry.key: entry.name for entry in (*ENTRIES, *NAMED)}
 JUDGED_RATE = "1gbit"
 ROUNDS_TO_JUDGE = 5
 SLACK = 1.02

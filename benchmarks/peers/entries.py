@@ -96,10 +96,18 @@ ENTRIES = (
     BACKWARD_STEP,
 )
 # Measured only when named: how the default bucket size was chosen, and what takes a while to compile.
-NAMED = tuple(
-    Entry(f"forward-{size}mb", f"zerostep, gather=forward, {size} MB", "ours", Sharded("forward", bucket_mb=size).build)
-    for size in (1, 2, 10, 25)
-) + (COMPILED,)
+NAMED = (
+    *(
+        Entry(
+            f"forward-{size}mb",
+            f"zerostep, gather=forward, {size} MB",
+            "ours",
+            Sharded("forward", bucket_mb=size).build,
+        )
+        for size in (1, 2, 10, 25)
+    ),
+    COMPILED,
+)
 ALWAYS = (WIRE, BOUND, PLAIN)  # every ratio and every difference refers to them
 
 
