@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,21 @@ class TensorAttribute(Simple):
         param.sub_(grad * group["lr"] / (1 + self.total))
 
 
+class ObjectAttribute(Simple):
+    """Its counter is in an object of its own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.clock = SimpleNamespace(time=0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.clock.time += 1
+
+    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad * group["lr"] / (1 + self.clock.time))
+
+
 class TensorElsewhere(Simple):
     """It reads a tensor of the module that defines it."""
 
@@ -166,7 +182,8 @@ REFUSED: dict[type[Optimizer], str] = {
     NewKey: "adds or removes the state",
     OtherKind: "another shape or kind",
     Named: "belongs to no parameter",
-    TensorAttribute: "keeps tensors in attributes",
+    TensorAttribute: "keeps a tensor or an object in the attribute",
+    ObjectAttribute: "keeps a tensor or an object in the attribute 'clock'",
     TensorElsewhere: "reads tensors that are not of its state",
     Dice: "draws Python's random numbers",
     Nothing: "does not change the parameter",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -412,8 +413,7 @@ class _Counting:
 def _many_leaves(group: ProcessGroup, count: int) -> None:
     counting = _Counting()
     with backend(counting), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leaf_program, "FLAT_DEVICES", frozenset())  # as on accelerators
-        patch.setattr(update, "_MOST_PARTIAL_STEPS", 1)
+        _as_on_accelerators(patch)
         ours, plain = (_many(group, count, compiled) for compiled in (True, False))
         for run in (ours, plain):
             run.train(4)
@@ -439,3 +439,88 @@ def _many(group: ProcessGroup, count: int, compiled: bool) -> Run:
 
 def test_many_leaves_are_updated_by_few_calls(pool: Pool) -> None:
     pool.run(_many_leaves, 2, 19, deadline=DEADLINE)
+
+
+def _as_on_accelerators(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(leaf_program, "FLAT_DEVICES", frozenset())
+    patch.setattr(update, "_MOST_PARTIAL_STEPS", 1)
+
+
+def _other_counters(group: ProcessGroup, count: int) -> None:
+    with backend("eager"), pytest.MonkeyPatch.context() as patch:
+        _as_on_accelerators(patch)
+        runs = [_many(group, count, compiled) for compiled in (True, False)]
+        for run in runs:
+            run.train(14, unused={step: 5 * step % count for step in range(1, 14)})
+    assert runs[0].graphs > 1
+    assert_close(runs[0], runs[1])
+
+
+def test_leaves_whose_step_counters_differ_are_updated_together_in_any_number(pool: Pool) -> None:
+    pool.run(_other_counters, 2, 12, deadline=DEADLINE)
+
+
+def _moved_state(group: ProcessGroup) -> None:
+    with backend("eager"), pytest.MonkeyPatch.context() as patch:
+        _as_on_accelerators(patch)
+        runs = [_many(group, 9, compiled) for compiled in (True, False)]
+        for run in runs:
+            run.train(3)
+            for entry in run.optimizer.state.values():
+                for value in entry.values():
+                    value.data = value.data.clone() if value.dim() == 0 else value.data * 0.5
+            run.train(3)
+    assert_close(runs[0], runs[1])
+
+
+def test_state_that_the_user_binds_to_other_memory_is_used(pool: Pool) -> None:
+    pool.run(_moved_state, 1, deadline=DEADLINE)
+
+
+@contextmanager
+def _noted() -> Iterator[list[object]]:
+    """The leaves that are updated by compiled programs inside."""
+    found, original = list[object](), leaf_program.LeafProgram.run
+
+    def run(program: leaf_program.LeafProgram, *arguments: Any) -> None:
+        found.append(arguments)
+        original(program, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaf_program.LeafProgram, "run", run)
+        yield found
+
+
+def _empty_state(group: ProcessGroup) -> None:
+    with backend("eager"):
+        runs = [Run(group, CASES["adamw"], compiled) for compiled in (True, False)]
+        for run in runs:
+            empty = run.optimizer.state_dict()
+            run.train(3)
+            run.optimizer.load_state_dict(empty)
+            run.train(1)
+        with _noted() as calls:
+            for run in runs:
+                run.train(2)
+        assert calls
+    assert_close(runs[0], runs[1])
+
+
+def test_a_state_without_entries_can_be_loaded(pool: Pool) -> None:
+    pool.run(_empty_state, 1, deadline=DEADLINE)
+
+
+def _numpy_rate(group: ProcessGroup) -> None:
+    kinds: list[type[float]] = [float, np.float64]
+    with backend("eager"):
+        runs = [Run(group, CASES["adamw"], compiled=True) for _ in kinds]
+        for run, kind in zip(runs, kinds, strict=True):
+            for step in range(12):
+                run.optimizer.param_groups[0]["lr"] = kind(0.1 / (step + 1))
+                run.train(1)
+    assert 0 < runs[0].graphs == runs[1].graphs
+    _close_values(values(runs[0].model), values(runs[1].model), 0.0)
+
+
+def test_a_learning_rate_of_numpy_is_a_number(pool: Pool) -> None:
+    pool.run(_numpy_rate, 1, deadline=DEADLINE)

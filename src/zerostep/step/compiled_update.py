@@ -28,9 +28,10 @@ from zerostep.step.leaf_graph import (
     MeasuredNumbersError,
     NotTraceableError,
     Path,
+    StateAddedError,
     TracedLeaf,
     first_line,
-    holds_tensors,
+    hidden_attributes,
     outcome,
     plain_values,
     trace,
@@ -77,12 +78,17 @@ class CompiledUpdates:
     @property
     def seconds(self) -> float:
         """The time that tracing and compiling have taken."""
-        return sum(programs.seconds for programs in self._optimizers.values())
+        return sum(programs.all_seconds for programs in self._optimizers.values())
 
     @property
     def graphs(self) -> int:
         """How many graphs were compiled."""
-        return sum(programs.graphs for programs in self._optimizers.values())
+        return sum(programs.all_graphs for programs in self._optimizers.values())
+
+    def forget_state(self) -> None:
+        """A state is loaded: keep nothing of the old one alive."""
+        for programs in self._optimizers.values():
+            programs.forget_state()
 
     def begin(self, inners: InnerOptimizers) -> PreparedUpdates:
         """The updates of a step, or of a part of one, with the options that the groups have now."""
@@ -111,6 +117,8 @@ class PreparedUpdates:
             return None
         try:
             return self._prepared(programs, leaf, part, rounded)
+        except StateAddedError:
+            return None  # an ordinary step makes it
         except NotTraceableError as error:
             programs.refuse(str(error))
         except Exception as error:  # whatever a class, the tracer or a compiler raises: the ordinary update is there
@@ -128,7 +136,7 @@ class PreparedUpdates:
                 return programs.prepare(leaf, grad, low, self._groups[leaf.group])
             except _OtherKindError:
                 del self._groups[leaf.group]
-        return None
+        raise NotTraceableError(f"{_MOST_ATTEMPTS} traces of its step led to other graphs each")
 
 
 class _OtherKindError(Exception):
@@ -168,6 +176,20 @@ class _OptimizerPrograms:
         self._factors = _Factors()
         self.refused = False
         self.seconds, self.graphs = 0.0, 0
+
+    @property
+    def all_seconds(self) -> float:
+        """The time of all graphs, those of several leaves included, which programs compile when they first run."""
+        return self.seconds + sum(program.seconds for program in self._by_code.values())
+
+    @property
+    def all_graphs(self) -> int:
+        """The number of all graphs."""
+        return self.graphs + sum(program.graphs for program in self._by_code.values())
+
+    def forget_state(self) -> None:
+        """A state is loaded: keep nothing of the old one alive."""
+        self._ready.clear()
 
     def refuse(self, reason: str) -> None:
         """Compile no more for this optimizer."""
@@ -237,6 +259,7 @@ class _OptimizerPrograms:
             entry.update({key: value.to(where, non_blocking=True) for key, value in arguments.numbers.items()})
             arguments = replace(arguments, state={**arguments.state, **{key: entry[key] for key in arguments.numbers}})
         kind = *family, where, *arguments.kind()
+        self._check(arguments)
         if kind not in self._programs:
             self._programs[kind] = self._compiled(family, arguments, group)
         ready = self._programs[kind].ready(arguments)
@@ -244,7 +267,6 @@ class _OptimizerPrograms:
 
     def _compiled(self, family: _Kind, arguments: Arguments, group: _GroupOptions) -> LeafProgram:
         start = time.perf_counter()
-        self._check(arguments)
         example = arguments.examples()
         graph = self._traced(example, group)
         if not graph.decisions <= self._decisions:
@@ -274,8 +296,9 @@ class _OptimizerPrograms:
         state: Mapping[Any, Any] = self._optimizer.state
         if any(not isinstance(key, Tensor) for key in state):
             raise NotTraceableError("it keeps state that belongs to no parameter")
-        if holds_tensors(self._optimizer):
-            raise NotTraceableError("it keeps tensors in attributes")
+        hidden = hidden_attributes(self._optimizer)
+        if hidden:
+            raise NotTraceableError(f"it keeps a tensor or an object in the attribute {hidden[0]!r}")
         obstacle = arguments.obstacle()
         if obstacle is not None:
             raise NotTraceableError(obstacle)
@@ -333,7 +356,10 @@ class _Known:
     ) -> tuple[tuple[Any, ...], tuple[Path, ...], tuple[Any, ...]]:
         pointers = leaf.tensor.data_ptr(), None if rounded is None else rounded.data_ptr()
         devices = {value.device for value in group.values}
-        state = tuple((key, id(value)) for key, value in entry.items())
+        # A tensor may be the same and have other memory, after `tensor.data = ...`.
+        state = tuple(
+            (key, id(value), value.data_ptr() if isinstance(value, Tensor) else None) for key, value in entry.items()
+        )
         return (*pointers, grad.dtype, is_aligned(grad), devices, state), group.inputs, group.constants
 
     def fits(
@@ -395,7 +421,7 @@ def _numbers(options: Group) -> dict[Path, Any]:
     return {
         path: value
         for path, value in _flat(options).items()
-        if type(value) is float or (path[0] == "lr" and type(value) is int) or _is_number(value)
+        if isinstance(value, float) or (path[0] == "lr" and type(value) is int) or _is_number(value)
     }
 
 

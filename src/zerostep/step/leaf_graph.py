@@ -35,6 +35,7 @@ Decision = tuple[Path, str, float]
 _OPERATORS = {"ne": operator.ne, "eq": operator.eq, "__eq__": operator.eq, "gt": operator.gt, "ge": operator.ge}
 _OPERATORS |= {"lt": operator.lt, "le": operator.le}
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _aten = torch.ops.aten
 # Element-wise, though torch does not mark them so.
 _ALSO_POINTWISE = {_aten.clone.default, _aten._to_copy.default, _aten.copy_.default}
@@ -43,6 +44,10 @@ _ALSO_POINTWISE |= {_aten.zeros_like.default, _aten.ones_like.default, _aten.ful
 
 class NotTraceableError(Exception):
     """A class's step cannot become a graph; the text says why."""
+
+
+class StateAddedError(NotTraceableError):
+    """A step makes state that is not there yet, as a class's own first step does."""
 
 
 class MeasuredNumbersError(Exception):
@@ -188,7 +193,8 @@ class _StandIn:
         before = self._traced.example.state
         for key in sorted({*before, *after}):
             if key not in before or key not in after:
-                raise NotTraceableError(f"its step adds or removes the state {key!r}")
+                kind = StateAddedError if not before else NotTraceableError
+                raise kind(f"its step adds or removes the state {key!r}")
             if key not in named and not _is_same(before[key], after[key]):
                 raise NotTraceableError(f"its step changes the state {key!r}, which is not a tensor")
             if key in named and (not isinstance(after[key], Tensor) or after[key].shape != named[key].shape):
@@ -218,16 +224,18 @@ def plain_values(optimizer: Optimizer) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def holds_tensors(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps tensors in attributes, which a trace would change."""
+def hidden_attributes(optimizer: Optimizer) -> list[str]:
+    """The attributes of an optimizer whose changes a trace would not notice, or would make: tensors and objects."""
     others = {"state", "param_groups", "defaults"}
-    return _has_tensors({key: value for key, value in vars(optimizer).items() if key not in others})
+    return [key for key, value in vars(optimizer).items() if key not in others and not _is_seen(value)]
 
 
-def _has_tensors(value: Any) -> bool:
+def _is_seen(value: Any) -> bool:
     if isinstance(value, (dict, list, tuple, set)):
-        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor)
+        return all(map(_is_seen, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, Tensor):
+        return False
+    return value is None or callable(value) or isinstance(value, _PLAIN)
 
 
 def _plain(value: Any) -> Any:

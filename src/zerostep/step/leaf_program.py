@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +28,9 @@ TOGETHER = 8
 _ROWS = 1 << 14
 
 _Call = tuple[Tensor, ...]
+_Vectors = dict[tuple[Any, ...], tuple[Tensor, Sequence[Tensor]]]
+
+logger = logging.getLogger("zerostep")
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ class LeafProgram:
         # A few operations on numbers in host memory need no compiler.
         self._numbers: Callable[..., Any] = numbers if numbers_on.type == "cpu" else _compile(numbers)
         self._elements = _compile(graph.elements)
-        self._several: Callable[..., Any] | None = None
-        self._latest: tuple[Any, Tensor, Sequence[Tensor]] | None = None
+        self._several: Callable[..., Any] | Literal[False] | None = None
+        self.seconds, self.graphs = 0.0, 0
         self._takes_flat = example.leaf.dim() == 1
         as_rows = PRESENTATION == "rows" and self.device.type not in FLAT_DEVICES
         self._in_rows = example.any_length and graph.pointwise and as_rows
@@ -72,7 +77,7 @@ class LeafProgram:
 
     def compile(self, example: Arguments, options: Sequence[Tensor], factor: Tensor) -> None:
         """Compile by running over an example, so that an error leaves everything real as it was."""
-        vector, _ = self._vector([*example.numbers.values()], options, factor)
+        vector, _ = self._vector([*example.numbers.values()], options, factor, {})
         for part in self._parts(example.elements):
             # Behind others in memory, a part would make a graph for parts that are behind others.
             shown = [part.of(example.grad), *part.others]
@@ -90,64 +95,79 @@ class LeafProgram:
 
     def run(self, leaves: Sequence[tuple[ReadyLeaf, Tensor]], options: Sequence[Tensor], factor: Tensor) -> None:
         """Update leaves, each with its gradient. `options` are the numbers that are inputs, without dimensions."""
-        in_rows, others, states, values = list[_Call](), list[_Call](), list[Tensor](), list[Tensor]()
+        vectors, states, values = _Vectors(), list[Tensor](), list[Tensor]()
+        in_rows, others = dict[int, list[_Call]](), list[_Call]()
         for leaf, grad in leaves:
-            vector, numbers = self._vector(leaf.numbers, options, factor)
+            vector, numbers = self._vector(leaf.numbers, options, factor, vectors)
             for part in leaf.parts:
-                (in_rows if part.in_rows else others).append((part.of(grad), factor, *part.others, vector))
+                calls = in_rows.setdefault(id(vector), []) if part.in_rows else others
+                calls.append((part.of(grad), factor, *part.others, vector))
             states += leaf.numbers
             values += numbers
-        for call in [*self._run_together(in_rows, vector), *others]:
+        for calls in in_rows.values():
+            others += self._run_together(calls)
+        for call in others:
             self._elements(*call)
         # Last: a kernel that could not be compiled for these leaves has changed nothing then.
         if states:
             torch._foreach_copy_(states, values)
 
-    def _run_together(self, calls: Sequence[_Call], vector: Tensor) -> Sequence[_Call]:
+    def _run_together(self, calls: Sequence[_Call]) -> Sequence[_Call]:
         """Run as many calls as fill groups, each group at once: a call costs the host more than a kernel the device.
 
-        Returns the others.
+        All have the same numbers: compiled code depends on which of its inputs are the same. Returns the others.
         """
         whole = len(calls) // TOGETHER * TOGETHER
         if whole and self._several is None:
-            self._several = self._compiled_together(vector, calls[0][1])
+            self._several = self._compiled_together(calls[0])
+        if self._several is None or self._several is False:
+            return calls
         for start in range(0, whole, TOGETHER):
-            assert self._several is not None
             self._several(*chain.from_iterable(calls[start : start + TOGETHER]))
         return calls[whole:]
 
-    def _compiled_together(self, vector: Tensor, factor: Tensor) -> Callable[..., Any]:
-        """The graph several times, compiled by running it over examples, which have other lengths each."""
+    def _compiled_together(self, like: _Call) -> Callable[..., Any] | Literal[False]:
+        """The graph several times, compiled by running it over examples, which have other lengths each.
+
+        False if that fails: leaves are then updated one by one.
+        """
+        start = time.perf_counter()
         compiled = _compile(_repeated(self._graph))
         arguments = list[Tensor]()
         for extra in range(TOGETHER):
             grad, *others = (torch.zeros(_ROWS + extra, ROW, dtype=each, device=self.device) for each in self._dtypes)
             for each in (grad, *others):
                 torch._dynamo.mark_dynamic(each, 0)
-            arguments += [grad, factor, *others, vector]
-        compiled(*arguments)
+            arguments += [grad, like[1], *others, like[-1]]
+        try:
+            compiled(*arguments)
+        except Exception as error:  # whatever a compiler raises; nothing real was touched
+            logger.info("%d leaves at once cannot be compiled, so each is updated by itself: %s", TOGETHER, error)
+            return False
+        self.seconds += time.perf_counter() - start
+        self.graphs += 1
         return compiled
 
     def _vector(
-        self, numbers: Sequence[Tensor], options: Sequence[Tensor], factor: Tensor
+        self, numbers: Sequence[Tensor], options: Sequence[Tensor], factor: Tensor, known: _Vectors
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What the elements need of the numbers, on their device, and the new numbers of the state."""
+        """What the elements need of the numbers, on their device, and the new numbers of the state.
+
+        Most leaves have the same numbers in a step: `known` has what was made for others.
+        """
         given = [_on(each, self._numbers_on) for each in (*options, *numbers)]
         if self._numbers_on.type != "cpu":
             vector, *new = self._numbers(*given)
             return factor if vector is None else vector, new
-        # Most leaves have the same numbers in a step.
-        key = *[each.item() for each in given], self._stream()
-        if self._latest is None or self._latest[0] != key:
+        key = tuple(each.item() for each in given)
+        if key not in known:
             vector, *new = self._numbers(*given)
-            # From ordinary host memory: the numbers are copied away at once, and the host does not wait for the device.
-            vector = factor if vector is None else vector.to(self.device, non_blocking=True)
-            self._latest = key, vector, new
-        return self._latest[1:]
+            known[key] = factor if vector is None else self._on_device(vector), new
+        return known[key]
 
-    def _stream(self) -> Any:
-        """The stream in whose order the numbers are copied: no other may read them."""
-        return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device)
+    def _on_device(self, vector: Tensor) -> Tensor:
+        # From pinned memory, whose allocator knows of copies that are under way: the host does not wait for the device.
+        return vector if self.device.type == "cpu" else vector.pin_memory().to(self.device, non_blocking=True)
 
     def _parts(self, elements: Sequence[Tensor]) -> list[_Part]:
         """A leaf as the graph takes it, in one part or in two."""

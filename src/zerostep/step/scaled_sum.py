@@ -41,6 +41,8 @@ def multiply(part: Tensor, factor: Tensor) -> None:
     """Multiply gradients in place by a number of higher precision, which is not rounded to theirs first."""
     if part.device.type == "cpu" or part.element_size() > 2:
         part.mul_(factor)
+    elif not part.dim():
+        part.copy_(part.float() * factor.float())
     else:
         # With a dimension, so that it is not rounded to the precision of the part before it is used.
         torch.mul(part, factor.float().view(1), out=part)

@@ -262,6 +262,8 @@ class TrainingStep:
     def loaded(self, has_state: bool, count: int | None = None) -> None:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
         self._inners.pull_options(self._groups())
+        if self._engine.compiled is not None:
+            self._engine.compiled.forget_state()
         self._health.mark_recovered()
         self._engine.presence.restart(self.count if count is None else count)
         self._engine.iteration.restart(count)

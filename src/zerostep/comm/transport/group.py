@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -132,9 +133,16 @@ class GroupTransport(BaseTransport):
         sources = ", ".join(map(self._name, dict.fromkeys(source for _, source in memories)))
 
         def call(group: dist.ProcessGroup) -> Any:
-            with distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
-                for memory, source in memories:
-                    dist.broadcast(as_bytes(memory), group=group, group_src=source, async_op=True)
+            try:
+                with distributed_c10d._coalescing_manager(group, device, async_ops=True) as together:
+                    for memory, source in memories:
+                        dist.broadcast(as_bytes(memory), group=group, group_src=source, async_op=True)
+            except BaseException:
+                # torch leaves the operation open, and would only note the group's later collectives.
+                distributed_c10d._world.pg_coalesce_state.pop(group, None)
+                with suppress(Exception):
+                    group._end_coalescing(device)
+                raise
             return together
 
         return [self._start(call, memories[0][0], f"the broadcasts of {sources}")]
