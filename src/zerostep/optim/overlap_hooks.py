@@ -50,7 +50,11 @@ def hook_with_zero_step(
             if bucket.index() == 0:
                 waiting.clear()
             waiting.append(overlap.reduce(hook, state, bucket))
-            return overlap.run(list(waiting)) if bucket.is_last() else overlap.pass_on(waiting[-1])
+            if not bucket.is_last():
+                return overlap.pass_on(waiting[-1])
+            batch = list(waiting)
+            waiting.clear()
+            return overlap.run(batch)
 
         return overlap.guarded(bucket, launch)
 
@@ -170,7 +174,8 @@ class _Overlap:
         if before and (is_last or sum(arrived.buffer.nbytes for arrived, _ in before) >= _TOGETHER_BYTES):
             self.run(before)
             del waiting[:-1]
-        return self.run(list(waiting)) if is_last else self.pass_on(waiting[-1])
+        # Taken out: nothing may keep DDP's memory alive between two iterations.
+        return self.run([waiting.pop()]) if is_last else self.pass_on(waiting[-1])
 
     def run(self, reductions: Sequence[Reduction]) -> Future[Tensor]:
         """Update and gather these buckets, in this order; the future carries the gradients of the last one."""

@@ -193,9 +193,15 @@ class Reduction:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buckets filled or in flight, and of receive buffers."""
+        """Bytes of gradients that wait for their bucket, of buckets filled or in flight, and of receive buffers."""
         in_flight = sum(each.memory.untyped_storage().nbytes() + each.pending.nbytes for each in self._in_flight)
-        return in_flight + self._buffers.nbytes
+        return in_flight + self._buffers.nbytes + sum(map(self._grad_bytes, self._counted()))
+
+    def _counted(self) -> list[int]:
+        return [param for param in range(len(self._states)) if self.is_counted(param)]
+
+    def _grad_bytes(self, param: int) -> int:
+        return self._plan.layout.params[param].numel * self._plan.params[param].dtype.itemsize
 
     # ------------------------------------------------------------------ launching
 
@@ -217,7 +223,7 @@ class Reduction:
 
     def _collect_counted(self, bucket: int) -> None:
         """Hold the gradients of a bucket that were only counted. Some may be gone: hooks of the user may drop them."""
-        counted = [param for param in self._plan.members[bucket] if self._states[param] == _COUNTED]
+        counted = [param for param in self._plan.members[bucket] if self.is_counted(param)]
         found = zip(counted, self._collect(counted), strict=True) if counted else ()
         kept = {param: grad for param, grad in found if grad is not None}
         self._buffers.hold(bucket, kept)
