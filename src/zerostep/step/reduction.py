@@ -198,7 +198,7 @@ class Reduction:
         return in_flight + self._buffers.nbytes + sum(map(self._grad_bytes, self._counted()))
 
     def _counted(self) -> list[int]:
-        return [param for param in range(len(self._states)) if self.is_counted(param)]
+        return [param for param, state in enumerate(self._states) if state == _COUNTED]
 
     def _grad_bytes(self, param: int) -> int:
         return self._plan.layout.params[param].numel * self._plan.params[param].dtype.itemsize
@@ -223,7 +223,7 @@ class Reduction:
 
     def _collect_counted(self, bucket: int) -> None:
         """Hold the gradients of a bucket that were only counted. Some may be gone: hooks of the user may drop them."""
-        counted = [param for param in self._plan.members[bucket] if self.is_counted(param)]
+        counted = [param for param in self._plan.members[bucket] if self._states[param] == _COUNTED]
         found = zip(counted, self._collect(counted), strict=True) if counted else ()
         kept = {param: grad for param, grad in found if grad is not None}
         self._buffers.hold(bucket, kept)
