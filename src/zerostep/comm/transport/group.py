@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _world as torch_world
 
 from zerostep.comm.transport.base import BaseTransport, as_bytes, as_real
 from zerostep.comm.transport.companion import CompanionTransport, connect_companion
@@ -139,7 +140,7 @@ class GroupTransport(BaseTransport):
                         dist.broadcast(as_bytes(memory), group=group, group_src=source, async_op=True)
             except BaseException:
                 # torch leaves the operation open, and would only note the group's later collectives.
-                distributed_c10d._world.pg_coalesce_state.pop(group, None)
+                torch_world.pg_coalesce_state.pop(group, None)
                 with suppress(Exception):
                     group._end_coalescing(device)
                 raise
