@@ -1,6 +1,7 @@
 """Edge cases of `save` and `load`: scripts that end, training that goes on, slow disks, failures half-way."""
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -356,9 +357,10 @@ def test_many_files_need_no_more_handles_than_one(pool: Pool, tmp_path: Path) ->
 def _few_handles(group: ProcessGroup, root: Path) -> None:
     model, optimizer = make(group, "sharded")
     zerostep.save(root / "it", optimizer, model)
+    gc.collect()  # sockets of earlier optimizers
     before = len(os.listdir("/proc/self/fd"))
     reader = Reader(root / "it")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert reader.manifest.step == 0
 
 
