@@ -181,7 +181,7 @@ def _judge_way(entry: Entry, way: str, steps: int, plain: Series) -> tuple[str, 
 
 
 def _is_cut(optimizer: ShardedOptimizer) -> bool:
-    return all(spec.splittable for spec in optimizer.optimizer_view().layout.params)
+    return all(spec.splittable for spec in optimizer.optimizer_view().parts[0].layout.params)
 
 
 def _short(error: Exception) -> str:

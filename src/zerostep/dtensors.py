@@ -110,3 +110,15 @@ def describe_placements(tensor: Tensor) -> str:
         return ""
     with torch._C.DisableTorchFunctionSubclass():
         return f"{tuple(map(str, tensor.placements))} of {tuple(tensor.shape)}"
+
+
+def is_divided(value: Any) -> bool:
+    """Whether a value is a DTensor of which each rank of a mesh holds a part."""
+    return isinstance(value, DTensor) and bool(sharding_groups(value))
+
+
+def undivided(value: Any) -> Any:
+    """The whole of a DTensor, as an ordinary tensor, and any other value as it is; a collective if it is divided."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor() if is_divided(value) else local_of(value)

@@ -197,7 +197,7 @@ def _read_everything(reader: Reader) -> int:
             count += 1
         for key in reader.shared_keys(number):
             reader.value(number, key)
-        reader.order(number)
+        reader.region(number)
     reader.global_state()
     for _, kind, *rest in reader.manifest.model or ():
         if kind == "param":

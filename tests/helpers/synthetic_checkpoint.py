@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerostep.checkpoint.directory import publish
+from zerostep.checkpoint.layouts import LayoutRecord, whole_params
 from zerostep.checkpoint.manifest import FileRecord, GroupRecord, Manifest, file_name
 from zerostep.checkpoint.tensor_file import write_tensors
 from zerostep.comm.codec import encode
@@ -40,7 +41,17 @@ class Made:
         groups = tuple(self.groups) or (GroupRecord({"lr": 0.1}, tuple(range(len(self.layout.params))), "AdamW"),)
         model = None if self.model is None else tuple(self.model)
         manifest = Manifest(
-            ID, 5, 3, self.layout, self.named, self.orders, groups, model, tuple(self.extra), files, written_by="0"
+            id=ID,
+            created=5,
+            step=3,
+            ranks=self.layout.world_size,
+            named=self.named,
+            params=whole_params(self.layout.params),
+            layouts=(LayoutRecord.of_whole(self.layout, self.orders),),
+            groups=groups,
+            model=model,
+            extra=tuple(self.extra),
+            files=files,
         )
         draft = path.rename(path.with_name(f".{path.name}"))
         publish(draft, path, replace(manifest, written_by="0"))

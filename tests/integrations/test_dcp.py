@@ -57,7 +57,7 @@ def _load(path: str, optimizer: Any, group: ProcessGroup, **options: Any) -> Non
 
 def _memory(optimizer: Any) -> list[tuple[int, dict[str, Any]]]:
     """A copy of all state on this rank, with the parameters' numbers, and of the options."""
-    states = [(each.param, {**each.per_element, **each.shared}) for each in view_of(optimizer).param_states()]
+    states = [(each.param, {**each.per_element, **each.shared}) for each in view_of(optimizer).parts[0].param_states()]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return copy.deepcopy([*states, (-1, {str(n): group for n, group in enumerate(groups)})])
 

@@ -29,7 +29,8 @@ logger = logging.getLogger("zerostep")
 _UNLOCKED, _DRAFT, _REMOVED = ".new-", ".draft-", ".old-"
 _HIDDEN = re.compile(r"\..+(\.new-|\.draft-|\.old-)[0-9a-f]{32}")
 _ATTEMPTS = 5
-_FILE = re.compile(r"rank-[0-9]+\.safetensors")
+_FILE = re.compile(r"(layout-[0-9]+-)?rank-[0-9]+\.safetensors")
+_OF_A_RANK = re.compile(r"(layout-[0-9]+-)?rank-.*\.safetensors", re.DOTALL)
 
 
 def draft_of(path: Path, token: str) -> Path:
@@ -112,7 +113,7 @@ def read_manifest(path: Path) -> Manifest:
     for file in manifest.files:
         _check_size(path / file.name, file.nbytes)
     for name in sorted(set(names) - {file.name for file in manifest.files}):
-        if name.startswith("rank-") and name.endswith(".safetensors"):
+        if _OF_A_RANK.fullmatch(name):
             raise CheckpointError(f"{path / name} is not of this checkpoint: take it away, or load another checkpoint")
     return manifest
 

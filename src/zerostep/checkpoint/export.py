@@ -78,7 +78,7 @@ def _entry(reader: Reader, index: int, masters: bool) -> Tree:
 
 def _groups(reader: Reader) -> list[Tree]:
     """Return the parameter groups; a parameter that is listed twice has a name at each position."""
-    names = iter(spec.name for spec in reader.manifest.layout.params)
+    names = iter(param.name for param in reader.manifest.params)
     groups = []
     for group in reader.manifest.groups:
         group_names = list(islice(names, len(group.params)))

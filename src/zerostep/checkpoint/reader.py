@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: any element range of any state, at any world size.
+"""A checkpoint opened for reading: any elements of any block of a state, whatever ranks and blocks it was saved by.
 
 Opening checks everything that can be checked without reading the tensors; `verify` compares the files' checksums.
 """
@@ -16,21 +16,24 @@ import torch
 from torch import Tensor
 
 from zerostep.checkpoint.directory import read_manifest
+from zerostep.checkpoint.layouts import StoredBlock, WholeParam
 from zerostep.checkpoint.manifest import Manifest
+from zerostep.checkpoint.regions import Region, Source, read_elements, rows_of
 from zerostep.checkpoint.tensor_file import TensorFile, digest_of
 from zerostep.comm.codec import decode, dtype_named
 from zerostep.errors import MALFORMED, CheckpointError
-from zerostep.plan.layout import ParamSpec, Span
-from zerostep.state.param_state import MASTER, order_of, shaped
+from zerostep.plan.blocks import whole
+from zerostep.plan.layout import Span
+from zerostep.state.param_state import MASTER, shaped
 
 # Returns a tensor of a file by its name, or something in its place.
 Take = Callable[[TensorFile, str], Any]
 
 
 def verify(path: Path, manifest: Manifest, files: Iterable[int], advance: Callable[[int], None]) -> None:
-    """Compare the files of these ranks with their checksums; `CheckpointError` if one differs."""
-    for rank in files:
-        record = manifest.files[rank]
+    """Compare the files of these numbers with their checksums; `CheckpointError` if one differs."""
+    for number in files:
+        record = manifest.files[number]
         try:
             digest = digest_of(path / record.name, advance)
         except OSError as error:
@@ -44,52 +47,68 @@ def verify(path: Path, manifest: Manifest, files: Iterable[int], advance: Callab
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """The state of one part of a parameter: its file, keys of per-element state, and encoded shared state."""
+    """The state of one part of a stored block: its file, keys of per-element state, and encoded shared state.
+
+    `param` is the index in the file: that of the file's layout.
+    """
 
     file: TensorFile
+    param: int
     span: Span
     per_element: tuple[str, ...]
     shared: Mapping[str, Any]
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of per-element state."""
+        return {key: self.file.dtype(f"state.{self.param}.{key}") for key in self.per_element}
+
 
 class Reader:
-    """The state and the weights in a checkpoint, by the index that each parameter had when it was saved."""
+    """The state and the weights in a checkpoint, by the indices of whole parameters."""
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
         self.manifest = read_manifest(path) if manifest is None else manifest
-        self._files: list[TensorFile] = []
-        for rank, record in enumerate(self.manifest.files):
+        self._files: dict[tuple[int, int], TensorFile] = {}
+        for place, record in zip(self.manifest.places, self.manifest.files, strict=True):
             file = TensorFile(path / record.name)
-            if (file.metadata.get("id"), file.metadata.get("rank")) != (self.manifest.id, rank):
+            if (file.metadata.get("id"), file.metadata.get("layout", 0), file.metadata.get("rank")) != (
+                self.manifest.id,
+                *place,
+            ):
                 raise file.damage_error("it is the file of another rank or of another checkpoint")
-            self._files.append(file)
+            self._files[place] = file
         self._parts = self._find_parts()
 
     # ------------------------------------------------------------------ what it holds, checked on opening
 
     def _find_parts(self) -> dict[int, list[_StoredPart]]:
+        """The stored parts of each parameter that has state."""
         parts_of: dict[int, list[_StoredPart]] = {}
-        for rank, file in enumerate(self._files):
-            owned = {fragment.param: fragment.part for fragment in self.manifest.layout.fragments(rank)}
+        for (layout, rank), file in self._files.items():
+            owned, whole_of = self._owned(layout, rank), self.manifest.layouts[layout].whole
             with _reporting_damage(file):
-                for index, start, stop, per_element, shared in file.metadata["state"]:
-                    part = _StoredPart(file, Span(start, stop), tuple(per_element), dict(shared))
-                    self._check_part(part, index, owned.pop(index))  # a second entry for it is a KeyError
-                    parts_of.setdefault(index, []).append(part)
+                self._check_weights(file, layout, owned)
+                for param, start, stop, per_element, shared in file.metadata["state"]:
+                    part = _StoredPart(file, param, Span(start, stop), tuple(per_element), dict(shared))
+                    _check_part(part, owned.pop(param))  # a second entry for it is a KeyError
+                    parts_of.setdefault(whole_of[param], []).append(part)
                 self._check_values(file)
-                self._check_weights(file, rank)
+        self._check_buffers()
         self._check_complete(parts_of)
-        return {index: sorted(parts, key=lambda part: part.span.start) for index, parts in parts_of.items()}
+        return parts_of
 
-    def _check_part(self, part: _StoredPart, index: int, owned: Span) -> None:
-        if part.span != owned:
-            raise ValueError(f"it holds {part.span} of parameter {index}, and the layout gives it {owned}")
-        for key in part.per_element:
-            name = f"state.{index}.{key}"
-            if part.file.shape(name) != (part.span.length,):
-                raise ValueError(f"{name!r} has shape {part.file.shape(name)} for {part.span.length} elements")
-            part.file.dtype(name)
+    def _owned(self, layout: int, rank: int) -> dict[int, Span]:
+        """What a rank owned and its file has to hold."""
+        fragments = self.manifest.layouts[layout].layout.fragments(rank)
+        return {each.param: each.part for each in fragments if self._is_stored(layout, each.param)}
+
+    def _is_stored(self, layout: int, param: int) -> bool:
+        return StoredBlock(layout, param) in self._stored
+
+    @cached_property
+    def _stored(self) -> frozenset[StoredBlock]:
+        return frozenset(place for places in self.manifest.stored for place in places)
 
     def _check_values(self, file: TensorFile) -> None:
         """Raise unless each tensor in shared and global state exists and is referred to once.
@@ -111,25 +130,29 @@ class Reader:
         if len(names) != len(set(names)):
             raise ValueError("a tensor stands in two places")
 
-    def _check_weights(self, file: TensorFile, rank: int) -> None:
-        owned = {fragment.param: fragment.part for fragment in self.manifest.layout.fragments(rank)}
-        for _, kind, *rest in self.manifest.model or ():
-            if kind == "param" and rest[0] in owned:
-                name, shape = f"model.{rest[0]}", (owned[rest[0]].length,)
-                if (file.shape(name), file.dtype(name)) != (shape, self.weight_dtype(rest[0])):
+    def _check_weights(self, file: TensorFile, layout: int, owned: Mapping[int, Span]) -> None:
+        whole_of = self.manifest.layouts[layout].whole
+        for param, part in owned.items():
+            if whole_of[param] in self.with_weights:
+                name, expected = f"model.{param}", ((part.length,), self.weight_dtype(whole_of[param]))
+                if (file.shape(name), file.dtype(name)) != expected:
                     raise ValueError(
                         f"{name!r} has shape {file.shape(name)} and is {file.dtype(name)}, unlike its parameter"
                     )
-            elif kind == "buffer" and rest[0] == rank:
-                name = f"buffer.{rest[1]}"
-                file.shape(name), file.dtype(name)
+
+    def _check_buffers(self) -> None:
+        for _, kind, *rest in self.manifest.model or ():
+            if kind == "buffer":
+                with _reporting_damage(self._file(rest[0])):
+                    self.buffer(rest[0], rest[1], TensorFile.shape), self.buffer(rest[0], rest[1], TensorFile.dtype)
 
     def _check_complete(self, parts_of: Mapping[int, Sequence[_StoredPart]]) -> None:
         """Raise unless all parts of a parameter have the same state, or none of them any."""
         for index, parts in parts_of.items():
-            owners = self.manifest.layout.fragments_of(index)
-            if len(parts) != len(owners) or not all(_same_state(index, parts[0], part) for part in parts):
-                name = self.manifest.layout.params[index].name
+            places = self.manifest.stored[index]
+            owners = sum(len(self.manifest.layouts[at.layout].layout.fragments_of(at.param)) for at in places)
+            if len(parts) != owners or not all(_same_state(parts[0], part) for part in parts):
+                name = self.manifest.params[index].name
                 raise CheckpointError(
                     f"{self.path} is damaged: the parts of parameter {name!r} do not belong together; load another one"
                 )
@@ -142,7 +165,7 @@ class Reader:
     def per_element_keys(self, index: int) -> dict[str, torch.dtype]:
         """Return the keys of a parameter's per-element state, with dtypes."""
         parts = self._parts.get(index, ())
-        return {key: part.file.dtype(f"state.{index}.{key}") for part in parts[:1] for key in part.per_element}
+        return parts[0].dtypes() if parts else {}
 
     def shared_keys(self, index: int) -> list[str]:
         """Return the keys of a parameter's shared state."""
@@ -150,9 +173,15 @@ class Reader:
 
     # ------------------------------------------------------------------ values
 
-    def elements(self, index: int, key: str, span: Span) -> Tensor:
-        """Return some elements of per-element state, in the order of the saved parameter's memory."""
-        return self._elements(index, f"state.{index}.{key}", span)
+    def elements(self, index: int, key: str, span: Span, region: Region | None = None) -> Tensor:
+        """Return some elements of per-element state, in the order of memory of a region: by default of `region`."""
+        sources = [self._source(place, f"state.{place.param}.{key}") for place in self.manifest.stored[index]]
+        return read_elements(region or self.region(index), span, sources, self.per_element_keys(index)[key])
+
+    def weight(self, index: int, span: Span, region: Region | None = None) -> Tensor:
+        """Return some elements of a parameter, in the order of memory of a region: by default of `region`."""
+        sources = [self._source(place, f"model.{place.param}") for place in self.manifest.stored[index]]
+        return read_elements(region or self.region(index), span, sources, self.weight_dtype(index))
 
     def value(self, index: int, key: str, take: Take = TensorFile.whole) -> Any:
         """Return a value of a parameter's shared state; `take` reads each tensor in it."""
@@ -161,12 +190,8 @@ class Reader:
 
     def global_state(self, take: Take = TensorFile.whole) -> dict[str, Any]:
         """Return the state that belongs to no parameter; `take` reads each tensor in it."""
-        file = self._files[0]
+        file = self._file(0)
         return {key: self._value(file, value, take) for key, value in file.metadata["others"].items()}
-
-    def weight(self, index: int, span: Span) -> Tensor:
-        """Return some elements of a parameter, in the order of its memory when it was saved."""
-        return self._elements(index, f"model.{index}", span)
 
     @cached_property
     def with_weights(self) -> frozenset[int]:
@@ -177,40 +202,62 @@ class Reader:
         """Return the dtype of a stored parameter."""
         return dtype_named(self.spec(index).dtype)
 
-    def buffer(self, rank: int, position: int, take: Take = TensorFile.whole) -> Any:
-        """Return a tensor of the model that is not a parameter of the optimizer."""
-        return take(self._files[rank], f"buffer.{position}")
+    def buffer(self, number: int, position: int, take: Take = TensorFile.whole) -> Any:
+        """Return a tensor of the model that is not a parameter of the optimizer, from the file of this number."""
+        return take(self._file(number), f"buffer.{position}")
 
-    def spec(self, index: int) -> ParamSpec:
-        """Return the spec of a parameter."""
-        return self.manifest.layout.params[index]
+    def spec(self, index: int) -> WholeParam:
+        """Return name, shape, dtype and group of a parameter."""
+        return self.manifest.params[index]
 
-    def order(self, index: int) -> tuple[int, ...]:
-        """Return the order of the saved parameter's dimensions in memory, from the slowest to the fastest."""
-        order = self.manifest.orders.get(index)
-        return tuple(d for d, size in enumerate(self.spec(index).shape) if size > 1) if order is None else order
+    def region(self, index: int) -> Region:
+        """Return the whole parameter, in the order of memory in which it was saved.
 
-    def _elements(self, index: int, name: str, span: Span) -> Tensor:
-        fragments = self.manifest.layout.fragments_of(index)
+        If it was saved in blocks, that is the order of the first, with the dimensions of which it has one element
+        before the others.
+        """
+        spec, place = self.spec(index), self.manifest.stored[index][0]
+        first, rows = self.manifest.layouts[place.layout].region(place.param), rows_of(spec.shape)
+        missing = tuple(dim for dim in rows if dim not in first.order)
+        usual = first.order == rows_of(first.block.sizes)
+        return Region(whole(spec.shape), rows if usual else (*missing, *first.order))
+
+    def _source(self, place: StoredBlock, name: str) -> Source:
+        return Source(self.manifest.layouts[place.layout].region(place.param), partial(self._read, place, name))
+
+    def _read(self, place: StoredBlock, name: str, span: Span) -> Tensor:
+        fragments = self.manifest.layouts[place.layout].layout.fragments_of(place.param)
         chunks = []
         for fragment in fragments:
             wanted = fragment.part.intersect(span)
             if wanted.length:
                 inside = wanted.shift(-fragment.part.start)
-                chunks.append(self._files[fragment.rank].read(name, inside.start, inside.stop))
+                chunks.append(self._files[place.layout, fragment.rank].read(name, inside.start, inside.stop))
         if not chunks:
-            return self._files[fragments[0].rank].read(name, 0, 0)
+            return self._files[place.layout, fragments[0].rank].read(name, 0, 0)
         return torch.cat(chunks) if len(chunks) > 1 else chunks[0]
+
+    def _file(self, number: int) -> TensorFile:
+        return self._files[self.manifest.places[number]]
 
     def _value(self, file: TensorFile, tree: Any, take: Take) -> Any:
         with _reporting_damage(file):
             return decode(tree, lambda kind, items: take(file, _tensor_name(items)))
 
 
-def _same_state(index: int, one: _StoredPart, other: _StoredPart) -> bool:
+def _check_part(part: _StoredPart, owned: Span) -> None:
+    if part.span != owned:
+        raise ValueError(f"it holds {part.span} of parameter {part.param}, and the layout gives it {owned}")
+    for key, dtype in part.dtypes().items():
+        name = f"state.{part.param}.{key}"
+        if part.file.shape(name) != (part.span.length,):
+            raise ValueError(f"{name!r} has shape {part.file.shape(name)} and is {dtype}, unlike its part")
+
+
+def _same_state(one: _StoredPart, other: _StoredPart) -> bool:
     """Whether two parts of a parameter have state of the same keys and dtypes."""
-    return (one.per_element, set(one.shared)) == (other.per_element, set(other.shared)) and all(
-        one.file.dtype(f"state.{index}.{key}") == other.file.dtype(f"state.{index}.{key}") for key in one.per_element
+    return (one.per_element, set(one.shared)) == (other.per_element, set(other.shared)) and (
+        one.dtypes() == other.dtypes()
     )
 
 
@@ -234,13 +281,13 @@ def _tensor_name(items: Sequence[Any]) -> str:
 
 
 class StoredState:
-    """The saved state of one parameter, in the memory order of the live parameter; tensors are read on request.
+    """The saved state of one parameter, as a live region of it holds it; tensors are read on request.
 
-    Weights that were saved in a wider dtype than the live parameter's serve as masters.
+    `param` is this rank's tensor: the region in memory. Weights that were saved in a wider dtype serve as masters.
     """
 
-    def __init__(self, reader: Reader, index: int, param: Tensor, with_weights: bool) -> None:
-        self._reader, self._index, self._param = reader, index, param
+    def __init__(self, reader: Reader, index: int, region: Region, param: Tensor, with_weights: bool) -> None:
+        self._reader, self._index, self._region, self._param = reader, index, region, param
         wider = (
             with_weights and index in reader.with_weights and reader.weight_dtype(index).itemsize > param.dtype.itemsize
         )
@@ -257,28 +304,13 @@ class StoredState:
         return key in self._per_element
 
     def elements(self, key: str, part: Span) -> Tensor:
-        """Return some elements of a per-element value, in the order of the live parameter's memory."""
-        read = partial(self._reader.elements, self._index, key)
+        """Return some elements of a per-element value, in the order of the live region's memory."""
         if key == MASTER and self._weights_as_masters:
-            read = partial(self._reader.weight, self._index)
-        return in_order(self._reader, self._index, self._param, part, read)
+            return self._reader.weight(self._index, part, self._region)
+        return self._reader.elements(self._index, key, part, self._region)
 
     def whole(self, key: str) -> Any:
-        """Return a value as an unsharded optimizer has it."""
+        """Return a value as an optimizer of this rank's tensor has it; shared state belongs to the whole parameter."""
         if key not in self._per_element:
             return self._reader.value(self._index, key)
         return shaped(self.elements(key, Span(0, self._param.numel())), self._param)
-
-
-def in_order(reader: Reader, index: int, param: Tensor, span: Span, read: Callable[[Span], Tensor]) -> Tensor:
-    """Return elements that `read` gives in the saved order of memory, in the order of the live parameter's memory.
-
-    Where the orders differ, the whole parameter is read.
-    """
-    saved, live = reader.order(index), order_of(param)
-    if saved == live or not param.numel():
-        return read(span)
-    flat = read(Span(0, param.numel()))
-    by_dimension = flat.view([param.shape[dim] for dim in saved]).permute([saved.index(dim) for dim in sorted(saved)])
-    reordered = by_dimension.permute([sorted(live).index(dim) for dim in live])
-    return reordered.reshape(-1)[span.start : span.stop].clone()

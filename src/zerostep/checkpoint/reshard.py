@@ -19,16 +19,18 @@ from torch import Tensor
 
 from zerostep.checkpoint.directory import locked_draft, publish
 from zerostep.checkpoint.export import open_verified
+from zerostep.checkpoint.layouts import LayoutRecord
 from zerostep.checkpoint.manifest import FileRecord, file_name
 from zerostep.checkpoint.progress import progress
 from zerostep.checkpoint.reader import Reader, Take
+from zerostep.checkpoint.regions import Region
 from zerostep.checkpoint.single_file import check_free, new_draft
 from zerostep.checkpoint.stored_tensor import StoredTensor
 from zerostep.checkpoint.tensor_file import TensorFile, write_streamed
 from zerostep.comm.codec import encode
 from zerostep.errors import CheckpointError
-from zerostep.plan.layout import Layout, Span
-from zerostep.plan.partition import divide
+from zerostep.plan.layout import Layout, ParamSpec, Span
+from zerostep.plan.partition import divide, plan
 from zerostep.version import __version__
 
 Entries = tuple[tuple[Any, ...], ...]
@@ -49,7 +51,20 @@ def reshard(path: str | os.PathLike[str], out: str | os.PathLike[str], world_siz
         raise CheckpointError(f"{target.name!r} begins with a dot, as unfinished checkpoints do: choose another name")
     check_free(target)
     reader = open_verified(source)
-    _write(reader, target, divide(reader.manifest.layout, world_size))
+    _write(reader, target, _divided(reader, world_size))
+
+
+def _divided(reader: Reader, world_size: int) -> Layout:
+    """A layout of the whole parameters: that of the checkpoint divided anew, or a new one if it has several."""
+    first, *others = reader.manifest.layouts
+    if not others and all(block.is_whole for block in first.blocks):
+        return divide(first.layout, world_size)
+    return plan([_spec(reader, index) for index in range(len(reader.manifest.params))], world_size)
+
+
+def _spec(reader: Reader, index: int) -> ParamSpec:
+    place = reader.manifest.stored[index][0]
+    return replace(reader.manifest.layouts[place.layout].layout.params[place.param], shape=reader.spec(index).shape)
 
 
 def _write(reader: Reader, target: Path, layout: Layout) -> None:
@@ -58,9 +73,15 @@ def _write(reader: Reader, target: Path, layout: Layout) -> None:
     with new_draft(target, token) as draft, locked_draft(draft):
         files = _write_files(reader, draft, token, layout, entries)
         # The original's time plus one: the copy must not become the newest checkpoint of a series.
-        new = replace(old, id=token, created=old.created + 1, layout=layout, model=entries, files=files)
+        new = replace(old, id=token, created=old.created + 1, ranks=layout.world_size, model=entries, files=files)
+        new = replace(new, layouts=(LayoutRecord.of_whole(layout, _orders(reader)),))
         check_free(target)
         publish(draft, target, replace(new, written_by=__version__))
+
+
+def _orders(reader: Reader) -> dict[int, tuple[int, ...]]:
+    regions = {index: reader.region(index) for index in range(len(reader.manifest.params))}
+    return {index: region.order for index, region in regions.items() if region != Region.row_major(region.block)}
 
 
 # ---------------------------------------------------------------------- the model's entries

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from zerostep.checkpoint.directory import complete_in, draft_of, locked_draft, prune, publish
+from zerostep.checkpoint.layouts import StoredBlock
 from zerostep.checkpoint.manifest import (
     MOST_BYTES,
     FileRecord,
@@ -33,23 +34,23 @@ from zerostep.checkpoint.manifest import (
     file_name,
 )
 from zerostep.checkpoint.progress import progress
+from zerostep.checkpoint.seats import Seats, find_seats
 from zerostep.checkpoint.tensor_file import sync_directory, write_tensors
-from zerostep.checkpoint.weights import describe_weights, own_weights
+from zerostep.checkpoint.weights import Entries, agree_on_entries, describe_weights, own_weights
 from zerostep.comm.agreement import Fact, agreed, short_list
 from zerostep.comm.background import PendingSave
 from zerostep.comm.codec import encode
 from zerostep.comm.objects import copy_object, gather_object
 from zerostep.comm.transport import Transport, calling
+from zerostep.dtensors import is_divided, undivided
 from zerostep.errors import CheckpointError, TransportError
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.groups import own_options
-from zerostep.state.consolidate import pack_groups
-from zerostep.state.param_state import order_of
-from zerostep.tensors import is_dense
 
 _REMEDY = "save the same optimizer and model, under the same name, on every rank"
 _FEWEST_KEPT = 2
 _SEEN_SECONDS = 10  # how long a shared file system may take to show a new directory on all hosts
+_RECORD_WORDS = 6  # number, size and digest of a file, as integers
 _FIRST_BEAT, _LAST_BEAT = 0.002, 0.5  # seconds between heartbeats, growing from the first to the last
 
 T = TypeVar("T")
@@ -79,21 +80,26 @@ def save(
     """
     view, target = view_of(optimizer), Path(os.path.abspath(path))
     view.saves.finish()
-    with agreed(view.everyone) as agreement:
-        _check(target, keep, view.everyone.rank)
+    everyone = view.everyone()
+    seats = find_seats(view, everyone)
+    # Only here do ranks have several layouts, and then perhaps several models.
+    merged = agree_on_entries(model, view, seats, everyone) if len(seats.layouts) > 1 else None
+    with agreed(everyone) as agreement:
+        _check(target, keep, everyone.rank)
         view.ensure_complete()
-        content = _prepare(view, target, model, keep)
-        extra_text = _extra_text(extra, view.everyone.world_size)
+        entries = describe_weights(model, view, seats) if merged is None and model is not None else merged
+        content = _prepare(_Saved(view, seats, model, entries), target, keep)
+        extra_text = _extra_text(extra, everyone.world_size)
         # Copied before this returns: the next step changes the live tensors while the background thread writes.
         if not wait:
-            with _reporting_copy_errors(content, view.everyone.rank):
+            with _reporting_copy_errors(content, everyone.rank):
                 content = content.to_host()
         agreement.compare(_facts(view, content, wait), _REMEDY)
-    extras = gather_object(view.everyone, lambda: extra_text, 0)
+    extras = gather_object(everyone, lambda: extra_text, 0)
     if wait:
-        _write(view.everyone, content, extras)
+        _write(everyone, content, extras)
         return None
-    return view.saves.begin(lambda transport: _write(transport, content, extras))
+    return view.saves.begin(lambda transport: _write(transport, content, extras), everyone)
 
 
 def _extra_text(extra: Any, world_size: int) -> str:
@@ -123,41 +129,66 @@ def _already_exists(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Content:
-    """What this rank saves, before it communicates; tensors are views of live ones until `to_host`."""
+class _Saved:
+    """What is saved: an optimizer, the seats of its parts, and where the entries of the model go."""
 
-    path: Path
-    keep: int | None
-    rank: int
-    writes: bool
+    view: OptimizerView
+    seats: Seats
+    model: nn.Module | None
+    entries: Entries | None
+
+
+@dataclass(frozen=True)
+class _OwnFile:
+    """A file that this rank writes; tensors are views of live ones until `to_host`."""
+
+    number: int
+    name: str
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
-    manifest: Manifest  # id, extra and files are filled in by rank 0, in _publish
 
-    def to_host(self) -> _Content:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to_host(self) -> _OwnFile:
         """Return a copy whose tensors are in host memory and shared with nothing."""
         return replace(self, tensors={name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()})
 
 
-def _prepare(view: OptimizerView, path: Path, model: nn.Module | None, keep: int | None) -> _Content:
-    entries = None if model is None else tuple(describe_weights(model, view))
-    tensors: dict[str, Tensor] = {}
-    metadata = _describe_state(view, tensors) if view.writes else {}
-    if model is not None and entries is not None and view.writes:
-        tensors |= own_weights(model, entries, view)
+@dataclass(frozen=True)
+class _Content:
+    """What this rank saves, before it communicates; `most` is how many files a rank writes at most."""
+
+    path: Path
+    keep: int | None
+    files: tuple[_OwnFile, ...]
+    most: int
+    manifest: Manifest  # id, extra and files are filled in by rank 0, in _publish
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.nbytes for file in self.files)
+
+    def to_host(self) -> _Content:
+        """Return a copy whose tensors are in host memory and shared with nothing."""
+        return replace(self, files=tuple(file.to_host() for file in self.files))
+
+
+def _prepare(saved: _Saved, path: Path, keep: int | None) -> _Content:
+    view, seats = saved.view, saved.seats
     manifest = Manifest(
         id="",
         created=time.time_ns(),
         step=view.step,
-        layout=view.layout,
+        ranks=seats.ranks,
         named=view.named,
-        orders={
-            index: order_of(param)
-            for index, param in enumerate(view.params)
-            if not param.is_contiguous() and is_dense(param)
-        },
-        groups=tuple(_groups(view)),
-        model=entries,
+        params=seats.params,
+        layouts=seats.layouts,
+        groups=tuple(_groups(view, seats)),
+        model=None if saved.entries is None else tuple(saved.entries),
         extra=(),
         files=(),
     )
@@ -165,30 +196,63 @@ def _prepare(view: OptimizerView, path: Path, model: nn.Module | None, keep: int
         raise CheckpointError(
             f"the layout and the options would take more than {MOST_BYTES // 4} bytes in the manifest"
         )
-    return _Content(path, keep, view.rank, view.writes, tensors, metadata, manifest)
+    files = tuple(_own_file(saved, number) for number, seat in enumerate(seats.own) if seat.writes)
+    return _Content(path, keep, files, seats.most, manifest)
 
 
-def _describe_state(view: OptimizerView, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _own_file(saved: _Saved, number: int) -> _OwnFile:
+    """The file of one of this rank's parts."""
+    tensors: dict[str, Tensor] = {}
+    seat, metadata = saved.seats.own[number], _describe_state(saved, number, tensors)
+    if saved.model is not None and saved.entries is not None:
+        tensors |= own_weights(saved.model, saved.entries, saved.view, saved.seats, number)
+    return _OwnFile(saved.seats.file_number(seat), file_name(seat.rank, seat.layout), tensors, metadata)
+
+
+def _describe_state(saved: _Saved, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
     def put(tensor: Tensor) -> list[Any]:
         position = len(tensors)
         tensors[f"tensor.{position}"] = tensor.contiguous()
         return ["stored", position]
 
-    state = []
-    for each in view.param_states():
+    seat, state = saved.seats.own[number], []
+    stored = saved.seats.stored_in(seat.layout)
+    for each in saved.view.parts[number].param_states():
+        values = _undivided(saved.seats, StoredBlock(seat.layout, each.param), each.shared)
+        if each.param not in stored:
+            continue
         tensors |= {f"state.{each.param}.{key}": value for key, value in each.per_element.items()}
-        shared = {key: encode(value, put, f"state {key!r}") for key, value in each.shared.items()}
+        shared = {key: encode(value, put, f"state {key!r}") for key, value in values.items()}
         state.append([each.param, each.part.start, each.part.stop, list(each.per_element), shared])
-    global_state = {key: encode(value, put, f"state {key!r}") for key, value in view.global_state().items()}
-    return {"rank": view.rank, "state": state, "others": global_state if view.rank == 0 else {}}
+    is_first = (seat.layout, seat.rank) == (0, 0)
+    of_none = saved.view.global_state() if is_first else {}
+    global_state = {key: encode(value, put, f"state {key!r}") for key, value in of_none.items()}
+    return {"layout": seat.layout, "rank": seat.rank, "state": state, "others": global_state}
 
 
-def _groups(view: OptimizerView) -> list[GroupRecord]:
-    packed = pack_groups(view.groups)
+def _undivided(seats: Seats, place: StoredBlock, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Shared state with whole tensors in place of DTensors; a collective over their meshes if these divide them.
+
+    All ranks of such a mesh own the same whole parameters, so all of them are here, in the same order.
+    """
+    divided = [key for key, value in shared.items() if is_divided(value)]
+    if divided and not seats.is_divided_alike(place):
+        name = seats.layouts[place.layout].layout.params[place.param].name
+        raise CheckpointError(
+            f"state {divided[0]!r} of parameter {name!r} is a DTensor, and the ranks of its mesh do not own it "
+            "together: it cannot be collected"
+        )
+    return {key: undivided(value) for key, value in shared.items()}
+
+
+def _groups(view: OptimizerView, seats: Seats) -> list[GroupRecord]:
+    members: list[list[int]] = [[] for _ in view.groups]
+    for index, param in enumerate(seats.params):
+        members[param.group].append(seats.repeats.get(index, index))
     return [
         # Copied: training may change options during a background save.
-        GroupRecord(copy_object(own_options(group)), tuple(group["params"]), name)
-        for group, name in zip(packed, view.optimizer_names, strict=True)
+        GroupRecord(copy_object(own_options(group)), tuple(params), name)
+        for group, params, name in zip(view.groups, members, view.optimizer_names, strict=True)
     ]
 
 
@@ -198,7 +262,7 @@ def _facts(view: OptimizerView, content: _Content, wait: bool) -> list[Fact]:
     return [
         Fact("the name of the checkpoint", repr(content.path.name)),
         Fact("the number of steps", str(view.step)),
-        Fact("the layout", view.layout.digest()),
+        Fact("the layout", ", ".join(record.layout.digest() for record in content.manifest.layouts)),
         Fact("the model's state dict", repr(keys)),
         Fact("how to save", f"wait={wait}, keep={content.keep}"),
     ]
@@ -223,8 +287,8 @@ def _write(transport: Transport, content: _Content, extras: list[str]) -> None:
             _ensure_shared(transport, content.path, draft)
             written = _run_with_heartbeat(transport, lambda: _write_own(content, draft, token))
             with agreed(transport), _reporting_write_errors(content.path, transport.rank):
-                record = written.result()
-            files = _all_gather_records(transport, content, record)
+                records = written.result()
+            files = _all_gather_records(transport, content, records)
             with agreed(transport), _reporting_write_errors(content.path, transport.rank):
                 if transport.rank == 0:
                     _publish(content, draft, token, extras, files)
@@ -307,9 +371,8 @@ def _reporting_copy_errors(content: _Content, rank: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        nbytes = sum(tensor.nbytes for tensor in content.tensors.values())
         raise CheckpointError(
-            f"{content.path} could not be saved: rank {rank} has no memory for a copy of {nbytes} bytes: "
+            f"{content.path} could not be saved: rank {rank} has no memory for a copy of {content.nbytes} bytes: "
             f"{error}; older checkpoints are intact: save with wait=True, which copies nothing"
         ) from error
 
@@ -346,28 +409,35 @@ def _make_parents(path: Path) -> None:
         sync_directory(parent.parent)
 
 
-def _write_own(content: _Content, draft: Path, token: str) -> FileRecord | None:
-    """Write this rank's file; runs in the thread of `_run_with_heartbeat`."""
-    if not content.writes:
-        return None
-    total = sum(tensor.nbytes for tensor in content.tensors.values())
-    metadata = {"id": token, **content.metadata}
-    with progress(f"saving {content.path.name}", total, content.rank) as advance:
-        return write_tensors(draft / file_name(content.rank), content.tensors, metadata, advance)
+def _write_own(content: _Content, draft: Path, token: str) -> list[FileRecord]:
+    """Write this rank's files; runs in the thread of `_run_with_heartbeat`."""
+    records = []
+    for file in content.files:
+        with progress(f"saving {content.path.name}", file.nbytes, file.number) as advance:
+            records.append(write_tensors(draft / file.name, file.tensors, {"id": token, **file.metadata}, advance))
+    return records
 
 
-def _all_gather_records(transport: Transport, content: _Content, record: FileRecord | None) -> list[FileRecord]:
-    """Return the records of all files, in rank order, on every rank."""
-    words = [-1, 0, 0, 0, 0, 0]
-    if record is not None:
-        digest = bytes.fromhex(record.sha256)
-        digest_words = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-        words = [content.rank, record.nbytes, *digest_words]
-    rows = sorted(row for row in transport.all_gather_ints(words) if row[0] >= 0)
+def _all_gather_records(transport: Transport, content: _Content, records: list[FileRecord]) -> list[FileRecord]:
+    """Return the records of all files, in the order of their numbers, on every rank."""
+    own = [_to_words(file.number, record) for file, record in zip(content.files, records, strict=True)]
+    padded = [*own, *[[-1] + [0] * (_RECORD_WORDS - 1)] * (content.most - len(own))]
+    rows = transport.all_gather_ints([word for words in padded for word in words])
+    words = [row[at : at + _RECORD_WORDS] for row in rows for at in range(0, len(row), _RECORD_WORDS)]
+    places = content.manifest.places
     return [
-        FileRecord(file_name(rank), nbytes, b"".join(word.to_bytes(8, "big", signed=True) for word in digest).hex())
-        for rank, nbytes, *digest in rows
+        _from_words(file_name(places[each[0]][1], places[each[0]][0]), each) for each in sorted(words) if each[0] >= 0
     ]
+
+
+def _to_words(number: int, record: FileRecord) -> list[int]:
+    digest = bytes.fromhex(record.sha256)
+    return [number, record.nbytes, *(int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8))]
+
+
+def _from_words(name: str, words: Sequence[int]) -> FileRecord:
+    _, nbytes, *digest = words
+    return FileRecord(name, nbytes, b"".join(word.to_bytes(8, "big", signed=True) for word in digest).hex())
 
 
 def _publish(content: _Content, draft: Path, token: str, extras: list[str], files: list[FileRecord]) -> None:

@@ -84,7 +84,7 @@ class StoredTensor:
 
 def _shaped(reader: Reader, index: int, dtype: torch.dtype, read: Callable[[Span], Tensor]) -> StoredTensor:
     shape = reader.spec(index).shape
-    return StoredTensor(shape, _strides(shape, reader.order(index)), dtype, read)
+    return StoredTensor(shape, _strides(shape, reader.region(index).order), dtype, read)
 
 
 def _halves(tensor: Tensor) -> Iterator[Tensor]:

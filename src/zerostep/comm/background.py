@@ -88,8 +88,13 @@ class BackgroundSaves:
         self._transports: _Transports | None = None
         self._current: PendingSave | None = None
 
-    def begin(self, work: Callable[[Transport], None]) -> PendingSave:
-        """Run `work` on a background thread, with a transport that nothing else uses; a collective, after `finish`."""
+    def begin(self, work: Callable[[Transport], None], everyone: Transport | None = None) -> PendingSave:
+        """Run `work` on a background thread, with a transport that nothing else uses; a collective, after `finish`.
+
+        `everyone` has the ranks that take part, if they are others than those of the optimizer.
+        """
+        if everyone is not None and everyone is not self._everyone:
+            self._everyone, self._transports = everyone, None
         if self._transports is None:
             self._transports = _Transports(self._everyone.companion(), self._everyone.companion())
         transport = self._transports.save

@@ -7,22 +7,27 @@ optimizer changes only after every rank has read everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerostep.checkpoint.load import names_of
+from zerostep.checkpoint.seats import Seats, find_seats
 from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import gather_object
 from zerostep.comm.transport import calling
+from zerostep.dtensors import local_of, undivided
 from zerostep.errors import CheckpointError
-from zerostep.integrations.dcp_metadata import DcpMetadata, StateInfo, names_of
+from zerostep.integrations.dcp_metadata import DcpMetadata, ParamInfo, StateInfo, params_of
+from zerostep.integrations.dcp_pieces import Pieces, pieces_of
 from zerostep.integrations.dcp_tensor import DcpTensor, region
-from zerostep.optim.view import OptimizerView, applying, view_of
+from zerostep.optim.view import OptimizerView, ViewPart, applying, view_of
+from zerostep.plan.blocks import Block
 from zerostep.plan.layout import ParamSpec, Span
 from zerostep.state.expected import ExpectedState, state_predictor
-from zerostep.state.param_state import MASTER, ParamState, SavedState, order_of, shaped
+from zerostep.state.param_state import MASTER, ParamState, SavedState, shaped
 
 DcpTensors = dict[str, DcpTensor]
 
@@ -47,16 +52,22 @@ class DcpState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state as `DcpTensor`s: the source of a save, the target of a load."""
         view = view_of(self._optimizer)
-        problem = _save_problem(view)
-        with agreed(view.everyone):
-            param_states, names = {state.param: state for state in view.param_states()}, names_of(view)
-            local = _LocalTensors(view, state_predictor(view.group_optimizer), param_states, problem)
-            state = {names[index]: tensors for index, tensors in local.by_index(names) if tensors}
-        infos = gather_object(view.everyone, lambda: _describe(names, param_states), 0)
-        with agreed(view.everyone):
-            text = DcpMetadata.of(view, _merge(infos)).encode()
+        everyone = view.everyone()
+        seats, problem = find_seats(view, everyone), _save_problem(view)
+        with agreed(everyone):
+            names, params = names_of(view), params_of(view)
+            parts = [_PartTensors.of(view, seats, number, problem) for number in range(len(view.parts))]
+            state = {
+                names[number][index]: tensors
+                for number, part in enumerate(parts)
+                for index, tensors in part.by_index(names[number])
+                if tensors
+            }
+        infos = gather_object(everyone, lambda: _describe(params if view.crosses else {}, names, parts), 0)
+        with agreed(everyone):
+            text = DcpMetadata.of(view, _merge_params(params, infos), _merge(infos)).encode()
         # Only rank 0 has the descriptions of all ranks, so only it writes the text.
-        written = region((), ()) if infos else None
+        written = [region((), ())] if infos else []
         metadata = DcpTensor((), torch.uint8, written=written, value=text, problem=problem)
         return {"about": metadata, "state": state}
 
@@ -68,14 +79,17 @@ class DcpState:
         """
         view = view_of(self._optimizer)
         view.saves.finish()
-        with agreed(view.everyone):
+        everyone = view.everyone()
+        with agreed(everyone):
             metadata = DcpMetadata.decode(_metadata_text(state_dict))
-            names = names_of(view)
-            _check_same_model(metadata, view, names)
-            saved = dict(_saved_states(metadata, view, names, state_dict["state"]))
+            _check_same_model(metadata, view)
+            saved = [
+                dict(_saved_states(metadata, view, number, names, state_dict["state"]))
+                for number, names in enumerate(names_of(view))
+            ]
             options = [dict(group) for group in metadata.options]
             commit = view.restore(saved, metadata.global_state, options, metadata.step)
-        with applying(view, "loading what torch.distributed.checkpoint has read"):
+        with applying(view, everyone, "loading what torch.distributed.checkpoint has read"):
             commit()
 
 
@@ -95,26 +109,39 @@ def _save_problem(view: OptimizerView) -> str | None:
 
 
 @dataclass(frozen=True)
-class _LocalTensors:
-    """The `DcpTensor`s of one rank: of the state it has, and of the state it would have after a step.
+class _PartTensors:
+    """The `DcpTensor`s of one part on this rank: of the state it has, and of the state it would have after a step.
 
     A load into a new optimizer needs the latter, for DCP reads only what `state_dict()` lists.
     """
 
-    view: OptimizerView
+    part: ViewPart
+    blocks: Sequence[Block]
+    written: frozenset[int]  # the parameters that this rank writes
+    loads_whole_state: bool
     expected: Callable[[ParamSpec], ExpectedState]
     param_states: Mapping[int, ParamState]
     problem: str | None
 
+    @staticmethod
+    def of(view: OptimizerView, seats: Seats, number: int, problem: str | None) -> _PartTensors:
+        """The tensors of a part; a collective over the meshes that divide shared state."""
+        part, seat = view.parts[number], seats.own[number]
+        states = {state.param: replace(state, shared=_undivided(state.shared)) for state in part.param_states()}
+        written = frozenset(seats.stored_in(seat.layout) if seat.writes else ())
+        predict = state_predictor(view.group_optimizer)
+        return _PartTensors(part, part.blocks, written, view.loads_whole_state, predict, states, problem)
+
     def by_index(self, indices: Iterable[int]) -> Iterator[tuple[int, DcpTensors]]:
         """Yield the tensors of each parameter that this rank writes or reads."""
-        parts = {fragment.param: fragment.part for fragment in self.view.layout.fragments(self.view.rank)}
+        parts = {fragment.param: fragment.part for fragment in self.part.layout.fragments(self.part.rank)}
         for index in indices:
-            if index in parts or self.view.loads_whole_state:
+            if index in parts or self.loads_whole_state:
                 yield index, self._tensors(index, parts.get(index))
 
     def _tensors(self, index: int, part: Span | None) -> DcpTensors:
-        expected, state = self.expected(self.view.layout.params[index]), self.param_states.get(index)
+        spec = replace(self.part.layout.params[index], shape=self.blocks[index].shape)
+        expected, state = self.expected(spec), self.param_states.get(index)
         per_element, shared = dict(expected.per_element), dict(expected.shared)
         if state is not None:
             per_element |= {key: flat.dtype for key, flat in state.per_element.items()}
@@ -131,16 +158,20 @@ class _LocalTensors:
         }
 
     def _per_element(self, index: int, key: str, dtype: torch.dtype, part: Span | None) -> DcpTensor:
-        numel = self.view.layout.params[index].numel
-        wanted = Span(0, numel) if self.view.loads_whole_state or part is None else part
+        numel, param = self.part.layout.params[index].numel, self.part.params[index]
+        wanted = Span(0, numel) if self.loads_whole_state or part is None else part
+        pieces = pieces_of(param, self.blocks[index])
+        state = self.param_states.get(index)
+        flat = None if state is None else state.per_element.get(key)
+        written = part if part is not None and index in self.written else None
         return DcpTensor(
-            (numel,),
+            pieces.shape,
             dtype,
-            written=None if part is None or not self.view.writes else region((part.start,), (part.length,)),
-            wanted=region((wanted.start,), (wanted.length,)),
-            source=self.param_states[index].per_element.get(key) if index in self.param_states else None,
+            written=[] if written is None else pieces.regions(written),
+            wanted=pieces.regions(wanted),
+            sources=None if flat is None or part is None else pieces.split(part, flat),
             problem=self.problem,
-            load_device=self.view.params[index].device,
+            load_device=param.device,
         )
 
     def _shared(self, index: int, key: str, shape: tuple[int, ...], dtype: torch.dtype, part: Span | None) -> DcpTensor:
@@ -149,29 +180,44 @@ class _LocalTensors:
         return DcpTensor(
             shape,
             dtype,
-            written=None if part is None or not self.view.writes else whole,
-            wanted=whole,
-            source=None if source is None else source.detach().contiguous(),
+            written=[] if part is None or index not in self.written else [whole],
+            wanted=[whole],
+            sources=None if source is None else [source.detach().contiguous()],
             problem=self.problem,
             load_device=None if source is None else source.device,
         )
 
 
-def _describe(names: Mapping[int, str], param_states: Mapping[int, ParamState]) -> dict[str, Any]:
-    """Return the keys and plain values of this rank's state by parameter name, to be sent to rank 0."""
+def _undivided(shared: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: undivided(value) for key, value in shared.items()}
+
+
+def _describe(
+    params: Mapping[str, ParamInfo], names: Sequence[Mapping[int, str]], parts: Sequence[_PartTensors]
+) -> dict[str, Any]:
+    """Return parameters, and the keys and plain values of this rank's state, by name, to be sent to rank 0."""
     infos = {}
-    for index, state in param_states.items():
-        tensors = [key for key, value in state.shared.items() if isinstance(value, Tensor)]
-        values = {key: value for key, value in state.shared.items() if key not in tensors}
-        infos[names[index]] = [list(state.per_element), tensors, values]
-    return infos
+    for number, part in enumerate(parts):
+        for index, state in part.param_states.items():
+            tensors = [key for key, value in state.shared.items() if isinstance(value, Tensor)]
+            values = {key: value for key, value in state.shared.items() if key not in tensors}
+            infos[names[number][index]] = [list(state.per_element), tensors, values]
+    return {"params": dict(params), "state": infos}
+
+
+def _merge_params(own: Mapping[str, ParamInfo], ranks: Sequence[Mapping[str, Any]]) -> dict[str, ParamInfo]:
+    merged = dict(own)
+    for rank in ranks:
+        for name, info in rank["params"].items():
+            merged.setdefault(name, info)
+    return merged
 
 
 def _merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, StateInfo]:
     """Return the state info of all parameters; where ranks share a parameter, that of the lowest rank."""
     merged: dict[str, StateInfo] = {}
     for infos in ranks:
-        for name, info in infos.items():
+        for name, info in infos["state"].items():
             merged.setdefault(name, StateInfo(*info))
     return merged
 
@@ -182,8 +228,11 @@ def _merge(ranks: Sequence[Mapping[str, Any]]) -> dict[str, StateInfo]:
 class _LoadedState:
     """The state of one parameter as far as this rank has read it, as a `SavedState`."""
 
-    def __init__(self, name: str, info: StateInfo, tensors: Mapping[str, Any], param: Tensor) -> None:
+    def __init__(
+        self, name: str, info: StateInfo, tensors: Mapping[str, Any], param: Tensor, wanted: Span, pieces: Pieces
+    ) -> None:
         self._name, self._info, self._tensors, self._param = name, info, tensors, param
+        self._wanted, self._pieces = wanted, pieces  # what this rank has read of per-element state
 
     def names(self) -> list[str]:
         # Without masters if the live optimizer keeps none.
@@ -194,16 +243,14 @@ class _LoadedState:
         return key in self._info.per_element
 
     def elements(self, key: str, part: Span) -> Tensor:
-        tensor = self._tensors[key]
-        inside = part.shift(-tensor.wanted.offsets[0])
-        loaded: Tensor = tensor.loaded[inside.start : inside.stop]
-        return loaded
+        inside = part.shift(-self._wanted.start)
+        return self._pieces.join(self._wanted, self._tensors[key].loaded)[inside.start : inside.stop]
 
     def whole(self, key: str) -> Any:
         if key in self._info.values:
             return self._info.values[key]
         if key in self._info.shared:
-            return self._tensors[key].loaded
+            return self._tensors[key].loaded[0]
         return shaped(self.elements(key, Span(0, self._param.numel())), self._param)
 
     def check_loaded(self) -> None:
@@ -229,40 +276,47 @@ def _metadata_text(state_dict: Mapping[str, Any]) -> str:
 
 
 def _saved_states(
-    metadata: DcpMetadata, view: OptimizerView, names: Mapping[int, str], loaded: Mapping[str, Mapping[str, Any]]
+    metadata: DcpMetadata,
+    view: OptimizerView,
+    number: int,
+    names: Mapping[int, str],
+    loaded: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[tuple[int, SavedState]]:
-    owned = {fragment.param for fragment in view.layout.fragments(view.rank)}
+    part = view.parts[number]
+    owned, blocks = {each.param: each.part for each in part.layout.fragments(part.rank)}, part.blocks
     for index, name in names.items():
         if name in metadata.state:
-            state = _LoadedState(name, metadata.state[name], loaded.get(name, {}), view.params[index])
+            param = local_of(part.params[index])
+            whole = view.loads_whole_state or index not in owned
+            wanted = Span(0, param.numel()) if whole else owned[index]
+            pieces = pieces_of(part.params[index], blocks[index])
+            state = _LoadedState(name, metadata.state[name], loaded.get(name, {}), param, wanted, pieces)
             if index in owned or name in loaded:
                 state.check_loaded()
             yield index, state
 
 
-def _check_same_model(metadata: DcpMetadata, view: OptimizerView, names: Mapping[int, str]) -> None:
+def _check_same_model(metadata: DcpMetadata, view: OptimizerView) -> None:
     if tuple(view.optimizer_names) != metadata.optimizer_names:
         raise CheckpointError(
             f"the groups were optimized by {', '.join(metadata.optimizer_names)}, and are now by "
             f"{', '.join(view.optimizer_names)}: build the same optimizer, with the same groups"
         )
-    different = set(metadata.params) ^ set(names.values())
+    own = params_of(view)
+    different = own.keys() - metadata.params.keys()
+    if len(view.parts) == 1:  # otherwise other ranks may have other parameters
+        different |= metadata.params.keys() - own.keys()
     if different:
         raise CheckpointError(
             f"only one of the checkpoint and the optimizer has parameter {min(different)!r}: build the same model, "
             "with names if it had names"
         )
-    for index, name in names.items():
-        _check_same_param(name, metadata, view, index)
+    for name, info in own.items():
+        _check_same_param(name, metadata.params[name], info)
 
 
-def _check_same_param(name: str, metadata: DcpMetadata, view: OptimizerView, index: int) -> None:
-    spec, (shape, group, order) = view.layout.params[index], metadata.params[name]
-    for what, now, then in (
-        ("shape", spec.shape, shape),
-        ("group", spec.group, group),
-        ("order of dimensions in memory", order_of(view.params[index]), order),
-    ):
+def _check_same_param(name: str, saved: ParamInfo, own: ParamInfo) -> None:
+    for what, now, then in zip(("shape", "group", "order of dimensions in memory"), own, saved, strict=True):
         if now != then:
             raise CheckpointError(
                 f"parameter {name!r} had {what} {then} and now has {now}: build the same model, in the same memory "

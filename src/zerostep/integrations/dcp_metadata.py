@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zerostep.checkpoint.load import bare_names
+from zerostep.checkpoint.load import names_of
 from zerostep.checkpoint.manifest import decode_value, encode_value
+from zerostep.checkpoint.regions import rows_of
+from zerostep.dtensors import is_dtensor
 from zerostep.errors import MALFORMED, CheckpointError
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.groups import Group, own_options
@@ -16,6 +18,9 @@ from zerostep.state.param_state import order_of
 from zerostep.version import __version__
 
 _VERSION = 1
+
+
+ParamInfo = tuple[tuple[int, ...], int, tuple[int, ...]]  # shape, group, order of dimensions in memory
 
 
 class StateInfo(NamedTuple):
@@ -33,18 +38,13 @@ class DcpMetadata:
     step: int
     optimizer_names: tuple[str, ...]
     options: tuple[Group, ...]
-    params: Mapping[str, tuple[tuple[int, ...], int, tuple[int, ...]]]
+    params: Mapping[str, ParamInfo]
     state: Mapping[str, StateInfo]
     global_state: Mapping[str, Any]
 
     @staticmethod
-    def of(view: OptimizerView, state: Mapping[str, StateInfo]) -> DcpMetadata:
-        """Describe an optimizer as it is now; `state` is merged from all ranks."""
-        specs = view.layout.params
-        params = {
-            name: (specs[index].shape, specs[index].group, order_of(view.params[index]))
-            for index, name in names_of(view).items()
-        }
+    def of(view: OptimizerView, params: Mapping[str, ParamInfo], state: Mapping[str, StateInfo]) -> DcpMetadata:
+        """Describe an optimizer as it is now; parameters and state are merged from all ranks."""
         options = tuple(own_options(group) for group in view.groups)
         return DcpMetadata(view.step, tuple(view.optimizer_names), options, params, state, view.global_state())
 
@@ -98,9 +98,13 @@ def _from_body(body: Mapping[str, Any]) -> DcpMetadata:
     )
 
 
-def names_of(view: OptimizerView) -> dict[int, str]:
-    """Return the name of each parameter by index, without prefixes of wrappers; one listed twice has one name."""
-    first: dict[int, int] = {}
-    for index, param in enumerate(view.params):
-        first.setdefault(id(param), index)
-    return bare_names(view.layout.params, list(first.values()))
+def params_of(view: OptimizerView) -> dict[str, ParamInfo]:
+    """Return what is said of each parameter of this rank by its name; of a DTensor, what is true of the whole."""
+    found: dict[str, ParamInfo] = {}
+    for part, names in zip(view.parts, names_of(view), strict=True):
+        blocks = part.blocks
+        for index, name in names.items():
+            param, shape = part.params[index], blocks[index].shape
+            order = rows_of(shape) if is_dtensor(param) else order_of(param)
+            found[name] = (shape, part.layout.params[index].group, order)
+    return found

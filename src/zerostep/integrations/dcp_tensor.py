@@ -10,26 +10,33 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zerostep.plan.blocks import Block
+
 
 def region(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """Return a part of a tensor: offset and size in each dimension."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
+def region_of(block: Block) -> ChunkStorageMetadata:
+    """Return a block as a part of a tensor."""
+    return region([span.start for span in block.spans], block.sizes)
+
+
 class DcpTensor(Tensor):
     """Has the shape of the whole tensor but no memory; implements the methods by which DCP saves and loads it.
 
-    A save writes `source` to the region `written`, or the plain `value` if there is no source; it raises `problem`
-    instead if there is one. A load reads the region `wanted` into new memory, `loaded`: the optimizer must not change
+    A save writes `sources` to the regions `written`, or the plain `value` if there are no sources; it raises `problem`
+    instead if there is one. A load reads the regions `wanted` into new memory, `loaded`: the optimizer must not change
     before all ranks have read everything. DCP calls `__create_chunk_list__` only in a load.
     """
 
-    written: ChunkStorageMetadata | None
-    wanted: ChunkStorageMetadata | None
-    source: Tensor | None
+    written: Sequence[ChunkStorageMetadata]
+    wanted: Sequence[ChunkStorageMetadata]
+    sources: Sequence[Tensor] | None
     value: Any
     problem: str | None
-    loaded: Tensor | None
+    loaded: Sequence[Tensor] | None
     load_device: torch.device
 
     @staticmethod
@@ -38,40 +45,44 @@ class DcpTensor(Tensor):
         size: Sequence[int],
         dtype: torch.dtype,
         *,
-        written: ChunkStorageMetadata | None = None,
-        wanted: ChunkStorageMetadata | None = None,
-        source: Tensor | None = None,
+        written: Sequence[ChunkStorageMetadata] = (),
+        wanted: Sequence[ChunkStorageMetadata] = (),
+        sources: Sequence[Tensor] | None = None,
         value: Any = None,
         problem: str | None = None,
         load_device: torch.device | None = None,
     ) -> DcpTensor:
-        """`written` is `None` on a rank that writes nothing, `wanted` on one that reads nothing."""
+        """`written` is empty on a rank that writes nothing, `wanted` on one that reads nothing."""
         host = torch.device("cpu")
         tensor: DcpTensor = Tensor._make_wrapper_subclass(cls, torch.Size(size), dtype=dtype, device=host)
-        tensor.written, tensor.wanted, tensor.source, tensor.value = written, wanted, source, value
+        tensor.written, tensor.wanted, tensor.sources, tensor.value = written, wanted, sources, value
         tensor.problem, tensor.loaded, tensor.load_device = problem, None, load_device or host
         return tensor
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         if self.problem is not None:
             raise RuntimeError(self.problem)
-        if self.written is None:
-            return []
-        if self.source is None:
-            return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
-        data = TensorWriteData(self.written, TensorProperties.create_from_tensor(self.source), torch.Size(self.shape))
-        return [WriteItem(MetadataIndex(fqn, self.written.offsets), WriteItemType.SHARD, tensor_data=data)]
+        if self.sources is None:
+            return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for _ in self.written]
+        return [
+            WriteItem(
+                MetadataIndex(fqn, part.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    part, TensorProperties.create_from_tensor(source), torch.Size(self.shape)
+                ),
+            )
+            for part, source in zip(self.written, self.sources, strict=True)
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if self.wanted is None:
-            return []
-        self.loaded = torch.empty(self.wanted.sizes, dtype=self.dtype, device=self.load_device)
-        return [self.wanted]
+        self.loaded = [torch.empty(part.sizes, dtype=self.dtype, device=self.load_device) for part in self.wanted]
+        return list(self.wanted)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
         if self.loaded is not None:
-            return self.loaded
-        return self.value if self.source is None else self.source
+            return self.loaded[_find(self.wanted, index)]
+        return self.value if self.sources is None else self.sources[_find(self.written, index)]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -93,3 +104,8 @@ class DcpTensor(Tensor):
             "this part of optimizer state cannot be pickled: pass zerostep.dcp_state(optimizer) itself to the save of "
             "torch.distributed.checkpoint, with its default planner"
         )
+
+
+def _find(parts: Sequence[ChunkStorageMetadata], index: MetadataIndex) -> int:
+    """The position of the region that DCP means: by its offsets, or the only one."""
+    return next((at for at, part in enumerate(parts) if part.offsets == index.offset), 0)

@@ -54,7 +54,7 @@ class OptimizerFiles:
             self._write_over(self._path(self._name))
 
     def _write_over(self, path: Path) -> None:
-        everyone, unfinished = view_of(self._optimizer).everyone, path.with_name(path.name + _UNFINISHED)
+        everyone, unfinished = view_of(self._optimizer).everyone(), path.with_name(path.name + _UNFINISHED)
         with agreed(everyone):
             if everyone.rank == 0 and unfinished.exists():
                 shutil.rmtree(unfinished)

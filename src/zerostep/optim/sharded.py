@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
 from zerostep.comm.background import BackgroundSaves
+from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.mesh import resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import calling
@@ -34,7 +35,7 @@ from zerostep.optim.closures import evaluated
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.sharded_state import ShardedState
-from zerostep.optim.view import OptimizerView
+from zerostep.optim.view import OptimizerView, ViewPart
 from zerostep.plan.buckets import extend
 from zerostep.plan.groups import (
     Group,
@@ -153,6 +154,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._timer, self._health = PhaseTimer(presence), Health(presence.fail, presence.recover)
         watch(presence, "ShardedOptimizer", stall_limit(stall_seconds), weakly(self._give_up))
         self._saves = BackgroundSaves(self._ranks.control)
+        self._model_ranks = ModelRanks(self._ranks.control)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         with agreed(self._ranks.control) as agreement:
@@ -577,17 +579,14 @@ class ShardedOptimizer(PartitionedOptimizer):
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
         return OptimizerView(
-            everyone=self._ranks.control,
-            rank=self.rank,
-            writes=self._ranks.replicas.rank == 0,
-            layout=self._layout,
-            params=self._training.engine.buckets.params,
+            control=self._ranks.control,
+            model_ranks=self._model_ranks,
+            parts=[self._part()],
             groups=self.param_groups,
             optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
             step=self._training.count,
             saves=self._saves,
             ensure_complete=self._ensure_complete,
-            param_states=self._state.leaves.param_states,
             global_state=lambda: self._inners.named,
             group_optimizer=self._state.group_optimizer,
             loads_whole_state=self._training.verifies,
@@ -596,10 +595,24 @@ class ShardedOptimizer(PartitionedOptimizer):
             mark_broken=self._health.mark_broken,
         )
 
+    def _part(self) -> ViewPart:
+        return ViewPart(
+            rank=self.rank,
+            writes=self._ranks.replicas.rank == 0,
+            layout=self._layout,
+            params=self._training.engine.buckets.params,
+            param_states=self._state.leaves.param_states,
+        )
+
     def _restore(
-        self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group], step: int
+        self,
+        saved: Sequence[Mapping[int, SavedState]],
+        global_state: Mapping[str, Any],
+        options: Sequence[Group],
+        step: int,
     ) -> Callable[[], None]:
-        replace = self._state.prepare_restore(saved, global_state, options, step)
+        (states,) = saved
+        replace = self._state.prepare_restore(states, global_state, options, step)
 
         def apply() -> None:
             replace()

@@ -19,6 +19,7 @@ from torch.optim import LBFGS, Optimizer
 
 from zerostep.comm.agreement import AllGather, Fact, agreed, describe_error, facts_of
 from zerostep.comm.background import BackgroundSaves
+from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import BucketMemory, Transport, calling, connect, control_of
@@ -29,7 +30,7 @@ from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated, raised_in
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.join import JoinProtocol
-from zerostep.optim.view import OptimizerView
+from zerostep.optim.view import OptimizerView, ViewPart
 from zerostep.optim.zero_join import ZeroJoinHook, ZeroShadow
 from zerostep.optim.zero_state import ZeroState
 from zerostep.plan.groups import (
@@ -103,6 +104,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         watch(self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._give_up))
         self._control = control_of(self._transport)
         self._saves = BackgroundSaves(self._control)
+        self._model_ranks = ModelRanks(self._control)
         self.initialized = False
         self.process_group = process_group if process_group is not None else dist.group.WORLD
         self.world_size, self.rank = self._transport.world_size, self._transport.rank
@@ -605,17 +607,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._refuse_joining()
         state = self._zero_state
         return OptimizerView(
-            everyone=self._control,
-            rank=self.rank,
-            writes=True,
-            layout=self._owners.layout,
-            params=self._owners.params,
+            control=self._control,
+            model_ranks=self._model_ranks,
+            parts=[self._part()],
             groups=self.param_groups,
             optimizer_names=[type(self.optim).__name__] * len(self.param_groups),
             step=self._steps,
             saves=self._saves,
             ensure_complete=self._ensure_complete,
-            param_states=lambda: state.param_states(self.state, self._param_to_index),
             global_state=state.global_state,
             group_optimizer=self._group_optimizer,
             loads_whole_state=False,
@@ -624,17 +623,31 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             mark_broken=self._health.mark_broken,
         )
 
+    def _part(self) -> ViewPart:
+        return ViewPart(
+            rank=self.rank,
+            writes=True,
+            layout=self._owners.layout,
+            params=self._owners.params,
+            param_states=lambda: self._zero_state.param_states(self.state, self._param_to_index),
+        )
+
     def _group_optimizer(self, group: int) -> GroupOptimizer:
         return GroupOptimizer(self._optimizer_class, self._class_options, options(self.param_groups[group]), None)
 
     def _restore(
-        self, saved: Mapping[int, SavedState], global_state: Mapping[str, Any], options: Sequence[Group], step: int
+        self,
+        saved: Sequence[Mapping[int, SavedState]],
+        global_state: Mapping[str, Any],
+        options: Sequence[Group],
+        step: int,
     ) -> Callable[[], None]:
-        replace = self._zero_state.prepare_restore(saved, global_state, options)
+        (states,) = saved
+        replace = self._zero_state.prepare_restore(states, global_state, options)
 
         def apply() -> None:
             replace()
-            self._state_exists, self._steps = bool(saved), step
+            self._state_exists, self._steps = bool(states), step
             self._all_state_dicts = []
             self._forget_failed_step()
             self._health.mark_recovered()

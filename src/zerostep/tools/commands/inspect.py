@@ -84,10 +84,10 @@ def _contents(path: Path, check: bool) -> Contents:
         step=manifest.step,
         created=datetime.fromtimestamp(manifest.created / 1e9, UTC).isoformat(timespec="seconds"),
         written_by=manifest.written_by,
-        world_size=manifest.layout.world_size,
+        world_size=manifest.ranks,
         optimizers=[group.optimizer_name for group in manifest.groups],
-        parameters=len(manifest.layout.params),
-        elements=sum(spec.numel for spec in manifest.layout.params),
+        parameters=len(manifest.params),
+        elements=sum(param.numel for param in manifest.params),
         named=manifest.named,
         model_entries=None if manifest.model is None else len(manifest.model),
         state=_state(path, manifest) if intact else {},
@@ -100,13 +100,15 @@ def _contents(path: Path, check: bool) -> Contents:
 def _files(path: Path, manifest: Manifest, check: bool) -> list[FileSummary]:
     summaries = []
     with progress(f"verifying {path.name}", sum(file.nbytes for file in manifest.files)) as advance:
-        for rank, record in enumerate(manifest.files):
+        stored = {place for places in manifest.stored for place in places}
+        for number, (record, (layout, rank)) in enumerate(zip(manifest.files, manifest.places, strict=True)):
             trouble = None
             try:
-                verify(path, manifest, [rank] if check else [], advance)
+                verify(path, manifest, [number] if check else [], advance)
             except CheckpointError as error:
                 trouble = str(error)
-            fragments = list(manifest.layout.fragments(rank))
+            owned = manifest.layouts[layout].layout.fragments(rank)
+            fragments = [fragment for fragment in owned if (layout, fragment.param) in stored]
             elements = sum(fragment.part.length for fragment in fragments)
             summaries.append(FileSummary(record.name, record.nbytes, elements, len(fragments), trouble))
     return summaries
