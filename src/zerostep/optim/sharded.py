@@ -257,7 +257,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         updated_together = [
             Fact(f"the owner of {spec.name!r}, which is updated as a whole", f"rank {self._layout.owner_of(index)}")
             for index, (spec, param) in owned
-            if sharding_groups(param) and not (spec.splittable and spec.numel)
+            if sharding_groups(param) and not spec.splittable
         ]
         return [Fact("the settings", str(self._settings)), *updated_together]
 
