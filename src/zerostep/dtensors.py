@@ -61,6 +61,11 @@ def local_grad(grad: Tensor, param: Tensor) -> Tensor:
     return local_of(grad)
 
 
+def whole_of(value: Any) -> Any:
+    """A DTensor as an ordinary tensor, on every rank of its mesh: a collective over it. Anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def check_placements(name: str, tensor: Tensor, divided_by: Iterable[int]) -> None:
     """Raise `ValueError` for a DTensor that cannot be divided among the ranks `divided_by` in addition."""
     if not isinstance(tensor, DTensor):
@@ -110,15 +115,3 @@ def describe_placements(tensor: Tensor) -> str:
         return ""
     with torch._C.DisableTorchFunctionSubclass():
         return f"{tuple(map(str, tensor.placements))} of {tuple(tensor.shape)}"
-
-
-def is_divided(value: Any) -> bool:
-    """Whether a value is a DTensor of which each rank of a mesh holds a part."""
-    return isinstance(value, DTensor) and bool(sharding_groups(value))
-
-
-def undivided(value: Any) -> Any:
-    """The whole of a DTensor, as an ordinary tensor, and any other value as it is; a collective if it is divided."""
-    if not isinstance(value, DTensor):
-        return value
-    return value.full_tensor() if is_divided(value) else local_of(value)

@@ -208,7 +208,7 @@ def _path_above(path: Path) -> None:
 
 
 def _huge_shape(path: Path) -> None:
-    edit(path, lambda body: body["layout"]["params"][0].__setitem__(1, [1 << 40, 1 << 40]))
+    edit(path, lambda body: body["layouts"][0]["layout"]["params"][0].__setitem__(1, [1 << 40, 1 << 40]))
 
 
 def _no_json(path: Path) -> None:

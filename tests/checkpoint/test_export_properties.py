@@ -163,10 +163,11 @@ def _check_model(made: Made, found: dict[str, Any]) -> None:
 
 def _check_manifest(root: Path, world: int) -> None:
     old, new = read_manifest(root / "old"), read_manifest(root / "new")
-    assert (new.step, new.groups, new.extra, new.named, new.orders) == (
-        old.step, old.groups, old.extra, old.named, old.orders,
+    assert (new.step, new.groups, new.extra, new.named, new.params) == (
+        old.step, old.groups, old.extra, old.named, old.params,
     )  # fmt: skip
     assert new.id != old.id
     assert new.created > old.created
-    assert new.layout == divide(old.layout, world)
+    assert [record.layout for record in new.layouts] == [divide(old.layouts[0].layout, world)]
+    assert new.layouts[0].orders == old.layouts[0].orders
     assert [entry[:2] for entry in new.model or ()] == [entry[:2] for entry in old.model or ()]

@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.checkpoints import Body, signed
 from zerostep import CheckpointError, __version__
+from zerostep.checkpoint.layouts import LayoutRecord, whole_params
 from zerostep.checkpoint.manifest import FileRecord, GroupRecord, Manifest, file_name
 from zerostep.plan.layout import Bucket, Layout, ParamSpec, Slot, Span
 
@@ -33,9 +34,10 @@ def _manifest(**changes: Any) -> Manifest:
         id="ab" * 16,
         created=12,
         step=7,
-        layout=_layout(),
+        ranks=2,
         named=True,
-        orders={0: (1, 0)},
+        params=whole_params(_layout().params),
+        layouts=(LayoutRecord.of_whole(_layout(), {0: (1, 0)}),),
         groups=(GroupRecord(options, (0, 1), "AdamW"),),
         model=(("w", "param", 0), ("tied", "same", "w"), ("mean", "buffer", 1, 2), ("note", "value", {"a": (1,)})),
         extra=({"none": None, "text": "\u00e9\ud800"}, [1, 2]),
@@ -76,8 +78,8 @@ def test_a_tensor_that_is_not_small_is_no_option() -> None:
 
 
 def test_another_version_names_who_can_read_it() -> None:
-    text = signed(_body() | {"version": 2, "written_by": "9.1", "more": 1})
-    with pytest.raises(CheckpointError, match=rf"{WHERE} has format version 2; .*reads version 1: use zerostep 9.1"):
+    text = signed(_body() | {"version": 3, "written_by": "9.1", "more": 1})
+    with pytest.raises(CheckpointError, match=rf"{WHERE} has format version 3; .*versions up to 2: use zerostep 9.1"):
         Manifest.decode(text, WHERE)
 
 
@@ -93,13 +95,28 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "step": (("step",), True, "a count"),
     "named": (("named",), 1, "a bool"),
     "written by": (("written_by",), 1, "a str"),
-    "layout": (("layout",), [], "a dict"),
-    "dtype": (("layout", "params", 0, 2), "float31", ""),
-    "cuts": (("layout", "buckets", 0, "cuts"), [0, 7, 6], ""),
-    "hole": (("layout", "buckets", 0, "params"), [0], "more keepers|exactly one slot"),
-    "orders": (("orders",), {"0": [0]}, "no order of the dimensions"),
-    "order of nothing": (("orders",), {"5": [0]}, "out of range"),
-    "order by text": (("orders",), {"x": [0]}, "invalid literal"),
+    "ranks": (("ranks",), -1, "a count"),
+    "params": (("params",), {}, "a list"),
+    "param": (("params", 0), ["w", [3, 2], "float32"], ""),
+    "param's shape": (("params", 0, 1), [2, 3], "a block must lie inside"),
+    "param's dtype": (("params", 0, 2), "float31", ""),
+    "param's group": (("params", 0, 3), 1, "in group 1, and a layout has it"),
+    "one more param": (("params",), [["w", [3, 2], "float32", 0], ["none", [0], "float32", 0]] * 2, "0 blocks do not"),
+    "layouts": (("layouts",), [], "no layout"),
+    "record": (("layouts", 0), [], "a dict"),
+    "record's keys": (("layouts", 0), {"layout": {}, "blocks": []}, "other keys"),
+    "layout": (("layouts", 0, "layout"), [], "a dict"),
+    "dtype": (("layouts", 0, "layout", "params", 0, 2), "float31", ""),
+    "cuts": (("layouts", 0, "layout", "buckets", 0, "cuts"), [0, 7, 6], ""),
+    "hole": (("layouts", 0, "layout", "buckets", 0, "params"), [0], "more keepers|exactly one slot"),
+    "blocks": (("layouts", 0, "blocks"), [[0, [0, 0]]], "1 blocks stand for 2"),
+    "block outside": (("layouts", 0, "blocks", 0), [0, [1, 0]], "must lie inside"),
+    "block without offsets": (("layouts", 0, "blocks", 0), [0, [0]], ""),
+    "block of nothing": (("layouts", 0, "blocks", 0), [7, [0, 0]], "out of range"),
+    "block of another": (("layouts", 0, "blocks", 1), [0, [0, 0]], ""),
+    "orders": (("layouts", 0, "orders"), {"0": [0]}, "no order of the dimensions"),
+    "order of nothing": (("layouts", 0, "orders"), {"5": [0]}, "out of range"),
+    "order by text": (("layouts", 0, "orders"), {"x": [0]}, "invalid literal"),
     "group": (("groups", 0, "params"), [0, 2], "out of range"),
     "options": (("groups", 0, "options"), ["list"], "a dict"),
     "tensor": (("groups", 0, "options"), ["dict", ["lr", ["tensor", "float32", [1 << 50], []]]], "does not have 0"),

@@ -109,7 +109,7 @@ def read_elements(wanted: Region, span: Span, sources: Sequence[Source], dtype: 
 def _pieces(
     region: Region, read: Callable[[Span], Tensor], common: Block, dtype: torch.dtype
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield what a source has of a block inside of it; whole rows are read, a chunk at a time, or parts of long ones."""
+    """Yield what a source has of a block inside of it; whole rows are read, a chunk at a time, or parts of one."""
     if not common.numel:
         return
     rows = region.order[0] if region.order else None

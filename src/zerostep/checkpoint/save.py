@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +24,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from zerostep.checkpoint.directory import complete_in, draft_of, locked_draft, prune, publish
-from zerostep.checkpoint.layouts import StoredBlock
 from zerostep.checkpoint.manifest import (
     MOST_BYTES,
     FileRecord,
@@ -42,7 +42,6 @@ from zerostep.comm.background import PendingSave
 from zerostep.comm.codec import encode
 from zerostep.comm.objects import copy_object, gather_object
 from zerostep.comm.transport import Transport, calling
-from zerostep.dtensors import is_divided, undivided
 from zerostep.errors import CheckpointError, TransportError
 from zerostep.optim.view import OptimizerView, view_of
 from zerostep.plan.groups import own_options
@@ -197,6 +196,10 @@ def _prepare(saved: _Saved, path: Path, keep: int | None) -> _Content:
             f"the layout and the options would take more than {MOST_BYTES // 4} bytes in the manifest"
         )
     files = tuple(_own_file(saved, number) for number, seat in enumerate(seats.own) if seat.writes)
+    for part, seat in zip(view.parts, seats.own, strict=True):
+        if view.crosses and not seat.writes:
+            # Asked for on every rank: shared state that is divided over a mesh is collected over it.
+            deque(part.param_states(), maxlen=0)
     return _Content(path, keep, files, seats.most, manifest)
 
 
@@ -218,31 +221,15 @@ def _describe_state(saved: _Saved, number: int, tensors: dict[str, Tensor]) -> d
     seat, state = saved.seats.own[number], []
     stored = saved.seats.stored_in(seat.layout)
     for each in saved.view.parts[number].param_states():
-        values = _undivided(saved.seats, StoredBlock(seat.layout, each.param), each.shared)
         if each.param not in stored:
             continue
         tensors |= {f"state.{each.param}.{key}": value for key, value in each.per_element.items()}
-        shared = {key: encode(value, put, f"state {key!r}") for key, value in values.items()}
+        shared = {key: encode(value, put, f"state {key!r}") for key, value in each.shared.items()}
         state.append([each.param, each.part.start, each.part.stop, list(each.per_element), shared])
     is_first = (seat.layout, seat.rank) == (0, 0)
     of_none = saved.view.global_state() if is_first else {}
     global_state = {key: encode(value, put, f"state {key!r}") for key, value in of_none.items()}
     return {"layout": seat.layout, "rank": seat.rank, "state": state, "others": global_state}
-
-
-def _undivided(seats: Seats, place: StoredBlock, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Shared state with whole tensors in place of DTensors; a collective over their meshes if these divide them.
-
-    All ranks of such a mesh own the same whole parameters, so all of them are here, in the same order.
-    """
-    divided = [key for key, value in shared.items() if is_divided(value)]
-    if divided and not seats.is_divided_alike(place):
-        name = seats.layouts[place.layout].layout.params[place.param].name
-        raise CheckpointError(
-            f"state {divided[0]!r} of parameter {name!r} is a DTensor, and the ranks of its mesh do not own it "
-            "together: it cannot be collected"
-        )
-    return {key: undivided(value) for key, value in shared.items()}
 
 
 def _groups(view: OptimizerView, seats: Seats) -> list[GroupRecord]:

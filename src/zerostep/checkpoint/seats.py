@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerostep.checkpoint.layouts import Held, LayoutRecord, StoredBlock, WholeParam, check_layouts, merge, stored_blocks
+from zerostep.checkpoint.layouts import Held, LayoutRecord, WholeParam, check_layouts, merge, stored_blocks
 from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.transport import Transport
@@ -61,12 +61,6 @@ class Seats:
         """The parameters of a layout that its files hold; others are in those of an earlier one."""
         places = (place for places in stored_blocks(self.params, self.layouts) for place in places)
         return {place.param for place in places if place.layout == layout}
-
-    def is_divided_alike(self, place: StoredBlock) -> bool:
-        """Whether a parameter that no cut divides belongs to the same rank in each layout that holds a block of it."""
-        whole = self.layouts[place.layout].whole[place.param]
-        owners = {record.layout.owner_of(record.whole.index(whole)) for record in self.layouts if whole in record.whole}
-        return len(owners) == 1
 
 
 def find_seats(view: OptimizerView, everyone: Transport) -> Seats:

@@ -18,7 +18,7 @@ from zerostep.checkpoint.seats import Seats, find_seats
 from zerostep.comm.agreement import agreed
 from zerostep.comm.objects import gather_object
 from zerostep.comm.transport import calling
-from zerostep.dtensors import local_of, undivided
+from zerostep.dtensors import local_of
 from zerostep.errors import CheckpointError
 from zerostep.integrations.dcp_metadata import DcpMetadata, ParamInfo, StateInfo, params_of
 from zerostep.integrations.dcp_pieces import Pieces, pieces_of
@@ -127,7 +127,7 @@ class _PartTensors:
     def of(view: OptimizerView, seats: Seats, number: int, problem: str | None) -> _PartTensors:
         """The tensors of a part; a collective over the meshes that divide shared state."""
         part, seat = view.parts[number], seats.own[number]
-        states = {state.param: replace(state, shared=_undivided(state.shared)) for state in part.param_states()}
+        states = {state.param: state for state in part.param_states()}
         written = frozenset(seats.stored_in(seat.layout) if seat.writes else ())
         predict = state_predictor(view.group_optimizer)
         return _PartTensors(part, part.blocks, written, view.loads_whole_state, predict, states, problem)
@@ -186,10 +186,6 @@ class _PartTensors:
             problem=self.problem,
             load_device=None if source is None else source.device,
         )
-
-
-def _undivided(shared: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: undivided(value) for key, value in shared.items()}
 
 
 def _describe(

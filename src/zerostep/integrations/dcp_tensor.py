@@ -68,9 +68,7 @@ class DcpTensor(Tensor):
             WriteItem(
                 MetadataIndex(fqn, part.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    part, TensorProperties.create_from_tensor(source), torch.Size(self.shape)
-                ),
+                tensor_data=TensorWriteData(part, TensorProperties.create_from_tensor(source), torch.Size(self.shape)),
             )
             for part, source in zip(self.written, self.sources, strict=True)
         ]
