@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Muon
 
 from tests.helpers.meshes import (
@@ -384,3 +384,61 @@ def _one_rank_fails(group: ProcessGroup) -> None:
 
 def test_an_error_of_one_rank_reaches_the_whole_mesh(pool: Pool) -> None:
     pool.run(_one_rank_fails, 4)
+
+
+class _Crossed(nn.Module):
+    """Blocks of unequal sizes, so that ranks of a mesh have buckets of their own, and gradients that are partial sums.
+
+    Partial sums are added up over the mesh in the order in which gradients arrive: that is the same on all its ranks,
+    whatever their buckets are.
+    """
+
+    def __init__(self, here: Place) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        for index in range(4):
+            rows, scale = torch.randn(5, 3, generator=generator), torch.randn(3, generator=generator)
+            self.register_parameter(f"rows{index}", nn.Parameter(distribute_tensor(rows, here.tp, [Shard(0)])))
+            self.register_parameter(f"scale{index}", nn.Parameter(distribute_tensor(scale, here.tp, [Replicate()])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.mean()
+        for index in range(4):
+            rows, scale = getattr(self, f"rows{index}"), getattr(self, f"scale{index}")
+            hidden = torch.tanh(whole((rows * scale).sum()) * hidden)
+        return hidden
+
+
+def _crossed(group: ProcessGroup, shape: tuple[int, int], bucket_mb: float) -> None:
+    here = place(*shape)
+    model, plain = _Crossed(here), _Crossed(here)
+    optimizer, theirs = _sharded(SGD, model, here, bucket_mb=bucket_mb), _plain_optimizer(SGD, plain)
+    for x, _ in batches(here, STEPS):
+        for net, each in ((model, optimizer), (plain, theirs)):
+            each.zero_grad()
+            net(x).backward()
+            if net is plain:
+                average(here, list(plain.parameters()))
+            each.step()
+    _assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-5, 5e-5, 1.0])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
+def test_partial_sums_add_up_in_one_order_whatever_the_buckets(
+    pool: Pool, shape: tuple[int, int], bucket_mb: float
+) -> None:
+    pool.run(_crossed, 4, shape, bucket_mb)
+
+
+def _wrong_gradient(group: ProcessGroup) -> None:
+    here = place(2, 2)
+    model = build(here)
+    optimizer = _sharded(SGD, model, here)
+    model.up.weight.grad = torch.ones(model.up.weight.shape)
+    with pytest.raises(TypeError, match=r"set \.grad to a DTensor on the same mesh"):
+        optimizer.step()
+
+
+def test_an_ordinary_gradient_of_a_dtensor_is_refused(pool: Pool) -> None:
+    pool.run(_wrong_gradient, 4)
