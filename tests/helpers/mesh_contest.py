@@ -11,8 +11,9 @@ from tests.helpers.meshes import Place, batches, build, largest, local_of, loss_
 from zerostep import ShardedOptimizer
 
 STEPS = 5
-ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+# On accelerators torch's own default takes no list of DTensors and ordinary tensors.
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
+MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "foreach": False}
 
 Styles = Callable[[], dict[str, Any]]
 
