@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.optim import SGD, Adafactor, AdamW
+from torch.optim import SGD, AdamW
 
 import zerostep
 from tests.helpers.meshes import (
@@ -97,12 +97,12 @@ def _first(here: Place) -> bool:
 
 
 def _saved(
-    _: ProcessGroup, path: Path, mesh: tuple[int, int], way: str, style: str, hidden: int, options: dict[str, Any]
+    _: ProcessGroup, path: Path, mesh: tuple[int, int], way: str, style: str, options: dict[str, Any]
 ) -> Everything | None:
     here = place(*mesh)
     if not _first(here):
         return None
-    model = build(here, STYLES[style], hidden)
+    model = build(here, STYLES[style])
     optimizer = _optimizer(way, model, _group_of(way, here), **options)
     _train(here, model, optimizer, STEPS)
     extra = {"rank": dist.get_rank()}
@@ -114,12 +114,12 @@ def _saved(
 
 
 def _loaded(
-    _: ProcessGroup, path: Path, mesh: tuple[int, int], way: str, style: str, hidden: int, options: dict[str, Any]
+    _: ProcessGroup, path: Path, mesh: tuple[int, int], way: str, style: str, options: dict[str, Any]
 ) -> tuple[zerostep.Checkpoint, Everything] | None:
     here = place(*mesh)
     if not _first(here):
         return None
-    model = build(here, STYLES[style], hidden)
+    model = build(here, STYLES[style])
     optimizer = _optimizer(way, model, _group_of(way, here), **options)
     _train(here, model, optimizer, 1, seed=7)  # so that what is loaded is not what was there
     checkpoint = zerostep.load(path, optimizer, model)
@@ -128,37 +128,34 @@ def _loaded(
     return checkpoint, found
 
 
-def _plain(group: ProcessGroup, path: Path, way: str, hidden: int) -> Everything:
+def _plain(group: ProcessGroup, path: Path, way: str) -> Everything:
     torch.manual_seed(5)
-    model = Net(hidden)
+    model = Net()
     optimizer = _optimizer(way, model, group)
     zerostep.load(path, optimizer, model)
     return _everything(model, optimizer)
 
 
-def _save_at(
-    pool: Pool, path: Path, mesh: tuple[int, int], way: str, style: str = "tp", hidden: int = 12, **options: Any
-) -> Everything:
-    found = [each for each in pool.run(_saved, 4, path, mesh, way, style, hidden, options) if each is not None]
+def _save_at(pool: Pool, path: Path, mesh: tuple[int, int], way: str, style: str = "tp", **options: Any) -> Everything:
+    found = [each for each in pool.run(_saved, 4, path, mesh, way, style, options) if each is not None]
     for each in found[1:]:
         _assert_same(each, found[0])
     return found[0]
 
 
 def _load_at(
-    pool: Pool, path: Path, mesh: tuple[int, int], way: str, style: str = "tp", hidden: int = 12, **options: Any
+    pool: Pool, path: Path, mesh: tuple[int, int], way: str, style: str = "tp", **options: Any
 ) -> list[tuple[zerostep.Checkpoint, Everything]]:
-    return [each for each in pool.run(_loaded, 4, path, mesh, way, style, hidden, options) if each is not None]
+    return [each for each in pool.run(_loaded, 4, path, mesh, way, style, options) if each is not None]
 
 
 @pytest.mark.parametrize("way", ["sharded", "zero"])
-@pytest.mark.parametrize("hidden", [12, 13])
-def test_saved_on_two_by_two_and_loaded_on_every_mesh(pool: Pool, tmp_path: Path, way: str, hidden: int) -> None:
-    expected = _save_at(pool, tmp_path / "it", (2, 2), way, hidden=hidden)
+def test_saved_on_two_by_two_and_loaded_on_every_mesh(pool: Pool, tmp_path: Path, way: str) -> None:
+    expected = _save_at(pool, tmp_path / "it", (2, 2), way)
     assert set(expected["state"]) >= {"up.weight.exp_avg", "norm.weight.exp_avg_sq", "head.bias.step"}
     for mesh in MESHES:
         for style in ("tp", "turned"):
-            for checkpoint, found in _load_at(pool, tmp_path / "it", mesh, way, style, hidden):
+            for checkpoint, found in _load_at(pool, tmp_path / "it", mesh, way, style):
                 assert (checkpoint.step, checkpoint.world_size) == (STEPS, 4)
                 _assert_same(found, expected)
 
@@ -172,15 +169,15 @@ def test_from_one_class_into_the_other(pool: Pool, tmp_path: Path, saved: str, l
 
 @pytest.mark.parametrize("way", ["sharded", "zero"])
 def test_into_plain_parameters_and_offline(pool: Pool, tmp_path: Path, way: str) -> None:
-    expected = _save_at(pool, tmp_path / "it", (2, 2), way, hidden=13)
+    expected = _save_at(pool, tmp_path / "it", (2, 2), way)
     for world in (1, 3):
-        for found in pool.run(_plain, world, tmp_path / "it", way, 13):
+        for found in pool.run(_plain, world, tmp_path / "it", way):
             _assert_same(found, expected)
     _check_offline(tmp_path / "it", tmp_path, expected)
     reshard(tmp_path / "it", tmp_path / "on-3", 3)
     (tmp_path / "again").mkdir()
     _check_offline(tmp_path / "on-3", tmp_path / "again", expected)
-    for _, found in _load_at(pool, tmp_path / "on-3", (2, 2), way, hidden=13):
+    for _, found in _load_at(pool, tmp_path / "on-3", (2, 2), way):
         _assert_same(found, expected)
 
 
@@ -189,7 +186,7 @@ def _check_offline(path: Path, folder: Path, expected: Everything) -> None:
     zerostep.consolidate(path, folder / "model.safetensors", part="model")
     zerostep.consolidate(path, folder / "optimizer.pt")
     assert_same_bits(torch.load(folder / "model.pt", weights_only=True), expected["model"])
-    model = Net(13)
+    model = Net()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     optimizer = AdamW(model.named_parameters())
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
@@ -212,9 +209,8 @@ def test_what_all_tensor_parallel_ranks_hold_is_written_once(pool: Pool, tmp_pat
     assert [extra["rank"] for extra in manifest.extra] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", [SGD, Adafactor])
-def test_other_optimizers(pool: Pool, tmp_path: Path, kind: Any) -> None:
-    options = {"kind": kind} | ({"momentum": 0.9} if kind is SGD else {})
+def test_another_optimizer(pool: Pool, tmp_path: Path) -> None:
+    options = {"kind": SGD, "momentum": 0.9}
     expected = _save_at(pool, tmp_path / "it", (2, 2), "sharded", **options)
     for mesh in ((1, 4), (4, 1)):
         for _, found in _load_at(pool, tmp_path / "it", mesh, "sharded", "turned", **options):

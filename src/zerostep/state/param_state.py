@@ -44,13 +44,14 @@ def param_states_of(
     """Yield the state of each fragment in a rank's leaves."""
     for leaf, state in leaves:
         for fragment in leaf.fragments:
-            spec, param = layout.params[fragment.param], params[fragment.param]
+            spec = layout.params[fragment.param]
             if spec.splittable and spec.numel:
                 entry = view_state(state, leaf, fragment)
                 names = [key for key, value in state.items() if _has_shape(value, leaf.tensor.shape)]
                 per_element = {key: entry[key].reshape(-1) for key in names}
             else:
-                entry, per_element = state, flat_per_element(state, param)
+                # By the leaf: of a parameter of which this rank of a mesh holds nothing, it is empty, too.
+                entry, per_element = state, flat_per_element(state, leaf.tensor)
             shared = {key: whole_of(value) for key, value in entry.items() if key not in per_element}
             yield ParamState(fragment.param, fragment.part, per_element, shared)
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from threading import get_ident
 
 # The name of the call by thread, and the number of its collectives over each transport: those of other ranks may be
-# more or fewer. Each thread writes its own entry alone.
+# more or fewer. Each thread writes its own entry alone. A transport stays alive until the call ends: the number of one
+# that was made and dropped in it must not go on with another one at the same address.
 _names: dict[int, str] = {}
-_counts: dict[int, dict[int, int]] = {}
+_counts: dict[int, dict[object, int]] = {}
 
 
 @contextmanager
@@ -41,5 +42,5 @@ def next_collective(transport: object) -> int:
     counts = _counts.get(get_ident())
     if counts is None:
         return 0
-    counts[id(transport)] = counts.get(id(transport), 0) + 1
-    return counts[id(transport)]
+    counts[transport] = counts.get(transport, 0) + 1
+    return counts[transport]
