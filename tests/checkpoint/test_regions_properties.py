@@ -1,6 +1,6 @@
 """Elements of any block are read from any other blocks, in any orders of memory."""
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from unittest import mock
 
@@ -25,7 +25,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Block]:
     spans = []
     for size in shape:
         cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
-        spans.append([Span(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)])
+        spans.append([Span(start, stop) for start, stop in pairwise(cuts)])
     return [Block(shape, chosen) for chosen in product(*spans)]
 
 
