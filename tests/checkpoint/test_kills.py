@@ -106,7 +106,7 @@ def _doomed(group: ProcessGroup, root: Path, plan: Plan) -> None:
 def _train(group: ProcessGroup, root: Path, plan: Plan) -> list[str]:
     """Save after every step, until the end comes; the points of the third save, if none was to be killed."""
     model, optimizer = make(group, plan.kind)
-    points = Points(plan if optimizer.rank in plan.victims and not plan.seconds else None)
+    points = Points(plan if dist.get_rank(group) in plan.victims and not plan.seconds else None)
     with points.watched():
         step, pending = 0, None
         while plan.seconds or step <= SAFE:
@@ -241,6 +241,11 @@ def test_a_checkpoint_exists_from_its_rename_on(pool: Pool, tmp_path: Path, mome
     names = _points(2, "sharded")[0]
     rename = names.index("rename", names.index("write_bytes"))
     assert _kill(pool, tmp_path / "run", 2, Plan("sharded", True, (0,), rename, moment)) == found
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_killed_save_on_a_mesh_leaves_the_last_complete_one(pool: Pool, tmp_path: Path, number: int) -> None:
+    _kill(pool, tmp_path / "run", 4, _plans(4, "mesh", exact=7, timed=1)[number])
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 
@@ -17,6 +20,7 @@ from tests.helpers.reference import assert_same_bits, assert_same_state_dict
 from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer, hook_with_zero_step
 
 KINDS = ("zero", "sharded", "overlap")
+MESHED = 4  # ranks of a mesh of two by two
 OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 SMALL_BUCKETS = 0.004  # megabytes
 
@@ -42,13 +46,27 @@ class Known(nn.Module):
         generator = torch.Generator().manual_seed(step)
         assert isinstance(self.norm.running_mean, Tensor)
         self.norm.running_mean.add_(step)
-        terms = [(param * torch.randn(param.shape, generator=generator)).sum() for param in self.parameters()]
+        terms = [_product(param, torch.randn(param.shape, generator=generator)) for param in self.parameters()]
         return torch.stack(terms).sum()
 
 
+def _product(param: Tensor, factors: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return (param * factors).sum()
+    total = (param * distribute_tensor(factors, param.device_mesh, param.placements)).sum()
+    return total.full_tensor() if isinstance(total, DTensor) else total
+
+
 def make(group: ProcessGroup, kind: str) -> tuple[nn.Module, Any]:
-    """A model and an optimizer of ours for it, of one of `KINDS`."""
+    """A model and an optimizer of ours for it, of one of `KINDS` or "mesh", two by two of four ranks."""
     model = Known()
+    if kind == "mesh" and dist.get_world_size(group) == MESHED:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for layer, placement in ((model.wide, Shard(0)), (model.wider, Shard(1))):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [placement]))
+        return model, ShardedOptimizer(model, AdamW, process_group=mesh["dp"], bucket_mb=SMALL_BUCKETS, **OPTIONS)
+    if kind == "mesh":
+        kind = "sharded"
     if kind == "sharded":
         return model, ShardedOptimizer(model, AdamW, process_group=group, bucket_mb=SMALL_BUCKETS, **OPTIONS)
     named = list(model.named_parameters())
@@ -82,13 +100,19 @@ def whole_state(optimizer: Any) -> dict[str, Any]:
         optimizer.consolidate_state_dict(to=to)
         if to == optimizer.rank:
             found: dict[str, Any] = optimizer.state_dict()
-    return found
+    state = {index: {key: _undivided(value) for key, value in each.items()} for index, each in found["state"].items()}
+    return found | {"state": state}
+
+
+def _undivided(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_trained(model: nn.Module, optimizer: Any, steps: int) -> None:
     """Fail unless model and optimizer are, in every bit, what these steps make of them."""
     expected_model, expected = plain(steps)
-    assert_same_bits(bare(model).state_dict(), expected_model.state_dict())
+    found = {key: _undivided(value) for key, value in bare(model).state_dict().items()}
+    assert_same_bits(found, expected_model.state_dict())
     assert_same_state_dict(whole_state(optimizer), expected.state_dict())
 
 
