@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zerostep.comm.transport.calls import calling
-from zerostep.comm.transport.companion import CompanionTransport
+from zerostep.comm.transport.companion import CompanionTransport, connect_ranks
 from zerostep.comm.transport.control import control_of
 from zerostep.comm.transport.group import GroupTransport
 from zerostep.comm.transport.ints import PendingInts
@@ -45,6 +45,7 @@ __all__ = [
     "Transport",
     "calling",
     "connect",
+    "connect_ranks",
     "control_of",
     "finish_in_order",
     "kind_of",

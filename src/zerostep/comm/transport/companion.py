@@ -161,6 +161,17 @@ def connect_companion(beside: Transport, timeout: timedelta | None) -> Companion
     return CompanionTransport.connect(store, beside.rank, beside.world_size, timeout, beside.presence, beside.peers)
 
 
+def connect_ranks(ranks: Sequence[int], token: int) -> CompanionTransport:
+    """A transport over a new Gloo group of these global ranks, which all know the same token; a collective of them.
+
+    Not by `torch.distributed.new_group`: the name that it gives to a group which only its members make depends on how
+    many other groups each of them is in.
+    """
+    store = distributed_c10d.PrefixStore(f"zerostep/{token:016x}", distributed_c10d._get_default_store())
+    own = list(ranks).index(dist.get_rank())
+    return CompanionTransport.connect(store, own, len(ranks), None, Presence(ranks, own))
+
+
 _companions: WeakSet[CompanionTransport] = WeakSet()
 
 
