@@ -123,11 +123,19 @@ class AppliedGradOps:
         """Refused."""
         raise _too_late()
 
-    def total_norm(self, norm_type: float) -> Tensor:
+    def total_norm(self, norm_type: float, others: Sequence[Any] = ()) -> Tensor:
+        """Refused."""
+        raise _too_late()
+
+    def share_of_norm(self, norm_type: float) -> Tensor:
         """Refused."""
         raise _too_late()
 
     def scale(self, factor: Tensor) -> None:
+        """Refused."""
+        raise _too_late()
+
+    def mark_non_finite(self, found_inf: Tensor) -> None:
         """Refused."""
         raise _too_late()
 
