@@ -76,7 +76,7 @@ def groups_of(model: Mixture, own: Any, **options: Any) -> list[dict[str, Any]]:
     """The parameter groups; experts have their own ranks and half the learning rate."""
     return [
         {"params": model.shared, **options},
-        {"params": model.own, "process_group": own, **{**options, "lr": options["lr"] / 2}},
+        {"params": model.own, "process_group": own, **options, "lr": options["lr"] / 2},
     ]
 
 

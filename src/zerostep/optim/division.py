@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
 from zerostep.comm.mesh import Ranks, resolve
-from zerostep.comm.transport import Transport
+from zerostep.comm.transport import Transport, among_some_ranks
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.plan.buckets import extend
@@ -175,8 +175,9 @@ class Division:
         return [*beside, *((f"parameter {spec.name!r}", param) for spec, param in others if id(param) not in known)]
 
     def agree(self, first: Division) -> None:
-        """Raise unless its ranks have the same parameters, at the same places among those of the first division."""
+        """Plan, and raise unless its ranks have the same parameters, at the same places among those of the first."""
         with agreed(self.ranks.control) as agreement:
+            self.plan()
             named = [*first.named_positions(), *self.named_positions()]
             order = Fact("the order of parameters in the model", ", ".join(name for _, name in sorted(named)))
             facts = [*self.param_facts(), *broadcast_facts(self.own_tensors()), order, *self.layout_facts()]
@@ -200,10 +201,11 @@ class Division:
 
         `everyone` are all ranks of the optimizer: each has one loss, whatever the ranks of this division.
         """
-        if tensors:
-            broadcast_values(self.ranks, [tensor for _, tensor in tensors])
         planner, self._averaged_over = self._planner, everyone.world_size
-        engine = Engine(self.ranks, self.layout, self.params, planner, reduces, timer, progress, passes)
+        with among_some_ranks():
+            if tensors:
+                broadcast_values(self.ranks, [tensor for _, tensor in tensors])
+            engine = Engine(self.ranks, self.layout, self.params, planner, reduces, timer, progress, passes)
         members = [list[Tensor]() for _ in self._outer()]
         for leaf in engine.buckets.bind_trainable():
             members[leaf.group].append(leaf.tensor)
@@ -354,4 +356,5 @@ def connect_own(own: OwnRanks, first: Ranks, device: torch.device | None) -> Ran
                 f"rank {rank} has given its parameter groups {sorted(own.groups)} a process_group with rank "
                 f"{strange[0]}, which has given them another one: pass the same group on all of its ranks"
             )
-    return resolve(own.process_group, device, first.everyone.presence)
+    with among_some_ranks():
+        return resolve(own.process_group, device, first.everyone.presence)

@@ -27,7 +27,7 @@ from zerostep.comm.agreement import Fact, agreed
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
-from zerostep.comm.transport import calling
+from zerostep.comm.transport import among_some_ranks, calling
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
 from zerostep.optim.division import Division, OwnRanks, connect_own, global_ranks, own_ranks
@@ -223,9 +223,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         for own in self._own_ranks:
             ranks = connect_own(own, self._ranks, device)
             division = Division(ranks, self._planner, self._model, groups, own.groups.__contains__)
-            with agreed(self._ranks.control):  # some ranks may not agree among themselves: then no rank goes on
-                with agreed(ranks.control):
-                    division.plan()
+            # Some ranks may not agree among themselves: then no rank goes on.
+            with agreed(self._ranks.control), among_some_ranks():
                 division.agree(self._main)
             self._divisions.append(division)
 
@@ -592,7 +591,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         for number, own in enumerate(self._own_ranks, start=1):
             wanted = global_ranks(self._ranks)[to]
             if wanted in own.ranks:
-                found = self._divisions[number].collect(own.ranks.index(wanted))
+                with among_some_ranks():
+                    found = self._divisions[number].collect(own.ranks.index(wanted))
                 parts += [{**part, "division": number} for part in found]
         return parts
 
@@ -638,7 +638,8 @@ class ShardedOptimizer(PartitionedOptimizer):
             return super().audit()
         with agreed(self._ranks.control):  # what some ranks find, all raise
             reports = [super().audit()]
-            reports += [audit(division.audit_subject(self._training.count)) for division in self._divisions[1:]]
+            with among_some_ranks():
+                reports += [audit(division.audit_subject(self._training.count)) for division in self._divisions[1:]]
         return AuditReport(*(sum(values) for values in zip(*map(astuple, reports), strict=True)))
 
     def _audit_subject(self) -> AuditSubject:

@@ -71,6 +71,15 @@ def refuse_sparse(params: Iterable[Tensor]) -> None:
         raise ValueError(f"only dense parameters can be sharded; got {', '.join(sorted(sparse))}: call .to_dense()")
 
 
+def refuse_own_ranks(groups: Iterable[Group]) -> None:
+    """Raise `ValueError` if a group names a process group of its own, in an optimizer that leaves sums to DDP."""
+    if any(group.get(GROUP_KEY) is not None for group in groups):
+        raise ValueError(
+            "a parameter group has a process_group of its own, which ZeroRedundancyOptimizer cannot have, because DDP "
+            "sums all gradients over one group: use ShardedOptimizer, with the module without DDP"
+        )
+
+
 def refuse_shared_memory(groups: Sequence[Group]) -> None:
     """Raise if two parameters lie over the same memory: each would get an owner, a place and state of its own."""
     params = {id(param): (param, name) for param, name in zip(all_params(groups), _names(groups), strict=True)}

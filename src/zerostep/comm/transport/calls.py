@@ -25,6 +25,18 @@ def calling(name: str) -> Iterator[None]:
         del _names[thread], _counts[thread]
 
 
+@contextmanager
+def among_some_ranks() -> Iterator[None]:
+    """Inside, collectives on this thread are among some ranks of the call; the others, which make none, count on."""
+    thread = get_ident()
+    before = _counts.get(thread)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _counts[thread] = before
+
+
 def current_call() -> str:
     """The call that this thread is in; empty outside of all."""
     return _names.get(get_ident(), "")
