@@ -42,6 +42,12 @@ class Mixture(nn.Module):
         result: Tensor = self.last(hidden)
         return result
 
+    def expert(self, number: int) -> nn.Linear:
+        """One of the experts."""
+        found = self.experts[self.names[number]]
+        assert isinstance(found, nn.Linear)
+        return found
+
     @property
     def shared(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of all ranks."""

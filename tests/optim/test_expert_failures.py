@@ -114,7 +114,9 @@ def test_ranks_may_be_given_as_a_mesh(pool: Pool) -> None:
 
 
 class Counting(nn.Linear):
-    """A layer with a buffer."""
+    """A layer with a buffer, and a parameter that is in no group."""
+
+    count: torch.Tensor
 
     def __init__(self, value: float) -> None:
         super().__init__(4, 4)
@@ -122,22 +124,17 @@ class Counting(nn.Linear):
         self.frozen = nn.Parameter(torch.tensor(value), requires_grad=False)
 
 
-def _buffers(group: ProcessGroup) -> tuple[float, ...]:
+def _buffers(group: ProcessGroup) -> list[float]:
     own, number = own_group()
-    model = nn.ModuleDict(
-        {"all": Counting(float(dist.get_rank())), f"expert{number}": Counting(dist.get_rank() + 10.0)}
-    )
-    expert = model[f"expert{number}"]
-    groups = [
-        {"params": list(model["all"].parameters())},
-        {"params": [expert.weight, expert.bias], "process_group": own},
-    ]
+    layer, expert = Counting(float(dist.get_rank())), Counting(dist.get_rank() + 10.0)
+    model = nn.ModuleDict({"all": layer, f"expert{number}": expert})
+    groups = [{"params": list(layer.parameters())}, {"params": [expert.weight, expert.bias], "process_group": own}]
     ShardedOptimizer(model, SGD, groups, process_group=group, lr=0.1)
-    return tuple(float(each) for layer in (model["all"], expert) for each in (layer.count, layer.frozen))  # type: ignore[union-attr]
+    return [float(each) for each in (layer.count, layer.frozen, expert.count, expert.frozen)]
 
 
 def test_what_lies_beside_experts_comes_from_their_first_rank(pool: Pool) -> None:
-    assert pool.run(_buffers, 4) == [(0.0, 0.0, 10.0 + rank % 2, 10.0 + rank % 2) for rank in range(4)]
+    assert pool.run(_buffers, 4) == [[0.0, 0.0, 10.0 + rank % 2, 10.0 + rank % 2] for rank in range(4)]
 
 
 # Errors on one rank.
@@ -188,7 +185,7 @@ def _failing_backward(group: ProcessGroup) -> None:
     optimizer = ours(group, own, model, AdamW, ADAM)
     train(model, optimizer, range(1))
     saved = own_state(optimizer)
-    where = model.experts[model.names[1]].weight if dist.get_rank() % 2 else model.middle.weight
+    where = model.expert(1).weight if dist.get_rank() % 2 else model.middle.weight
 
     def fail(grad: Any) -> None:
         raise ArithmeticError("a bad day")
@@ -223,7 +220,7 @@ def _other_shapes(group: ProcessGroup) -> str:
     own, number = own_group()
     model = Mixture(number, number)
     if dist.get_rank() == 3:
-        model.experts[model.names[1]].bias = nn.Parameter(torch.zeros(5))
+        model.expert(1).bias = nn.Parameter(torch.zeros(5))
     with pytest.raises(ValueError) as caught:
         ours(group, own, model, SGD, MOMENTUM)
     return str(caught.value)

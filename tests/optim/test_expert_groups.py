@@ -28,6 +28,7 @@ from tests.helpers.experts import (
 )
 from tests.helpers.pool import Pool
 from tests.helpers.reference import assert_same_bits
+from zerostep import ShardedOptimizer
 
 ADAM: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
@@ -188,7 +189,7 @@ def _scaler(group: ProcessGroup, gather: str) -> list[float]:
         optimizer.zero_grad()
         found = loss(model, step, rank, (rank != 0, True))
         if step == 1 and rank == 1:
-            found = found + model.experts[model.names[0]].weight.sum() * float("inf")
+            found = found + model.expert(0).weight.sum() * float("inf")
         before = tensors(model)
         scaler.scale(found).backward()
         scaler.unscale_(optimizer)
@@ -274,7 +275,7 @@ def _audited(group: ProcessGroup) -> str:
     optimizer.step()
     if rank == 2:
         with torch.no_grad():
-            model.experts[model.names[0]].bias.data[0] += 1.0
+            model.expert(0).bias.data[0] += 1.0
     with pytest.raises(RuntimeError) as caught:
         optimizer.audit()
     return str(caught.value)
@@ -285,21 +286,25 @@ def test_an_audit_that_finds_experts_apart_fails_on_all_ranks(pool: Pool) -> Non
     assert all("experts.early0.bias" in text for text in texts), texts
 
 
+class Longer(Mixture):
+    """With a further layer."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        super().__init__(number, seed)
+        self.extra = nn.Linear(12, 12, bias=False)
+        nn.init.constant_(self.extra.weight, 0.1)
+
+
 def _added(group: ProcessGroup) -> None:
     own, number = own_group()
-    model, reference = models(own, number)
-    for each in (model, reference):
-        each.extra = nn.Linear(12, 12, bias=False)
-        nn.init.constant_(each.extra.weight, 0.1)
-    extra = {"params": [("extra.weight", model.extra.weight)], "lr": 0.3, "momentum": 0.5}
+    model, reference = (Longer(number, number) for _ in range(2))
     rest = [(name, param) for name, param in model.shared if not name.startswith("extra")]
     groups = [{"params": rest}, {"params": model.own, "process_group": own}]
-    from zerostep import ShardedOptimizer
-
     optimizer = ShardedOptimizer(model, SGD, groups, process_group=group, bucket_mb=0.0003, **MOMENTUM)
-    optimizer.add_param_group(dict(extra))
+    further: dict[str, Any] = {"lr": 0.3, "momentum": 0.5}
+    optimizer.add_param_group({"params": [("extra.weight", model.extra.weight)], **further})
     others = [param for name, param in reference.named_parameters() if not name.startswith("extra")]
-    by_hand = SGD([{"params": others}, {"params": [reference.extra.weight], "lr": 0.3, "momentum": 0.5}], **MOMENTUM)
+    by_hand = SGD([{"params": others}, {"params": [reference.extra.weight], **further}], **MOMENTUM)
     for step in range(3):
         for each in (model, reference):
             each.zero_grad()
