@@ -18,6 +18,7 @@ from tests.helpers.experts import (
     Pattern,
     always,
     average_all,
+    groups_of,
     loss,
     ours,
     own_group,
@@ -178,11 +179,12 @@ def test_clipping_with_late_parameters(pool: Pool) -> None:
     pool.run(_clipping, 4, 2.0, "forward")
 
 
-def _scaler(group: ProcessGroup, gather: str) -> list[float]:
+def _scaler(group: ProcessGroup, gather: str, order: int) -> list[float]:
     """A number that is not finite in the expert of rank 1 makes all ranks skip, and only then."""
     own, number = own_group()
     model, _ = models(own, number)
-    optimizer = ours(group, own, model, SGD, MOMENTUM, gather=gather)
+    groups = groups_of(model, own, **MOMENTUM)[::order]
+    optimizer = ShardedOptimizer(model, SGD, groups, process_group=group, gather=gather, bucket_mb=0.0003)
     scaler, rank = GradScaler("cpu", init_scale=8.0, growth_interval=1000), dist.get_rank(group)
     scales = []
     for step in range(4):
@@ -202,9 +204,10 @@ def _scaler(group: ProcessGroup, gather: str) -> list[float]:
     return scales
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["experts last", "experts first"])
 @pytest.mark.parametrize("gather", ["step", "forward"])
-def test_what_a_scaler_finds_in_an_expert_all_ranks_know(pool: Pool, gather: str) -> None:
-    assert pool.run(_scaler, 4, gather) == [[8.0, 4.0, 4.0, 4.0]] * 4
+def test_what_a_scaler_finds_in_an_expert_all_ranks_know(pool: Pool, gather: str, order: int) -> None:
+    assert pool.run(_scaler, 4, gather, order) == [[8.0, 4.0, 4.0, 4.0]] * 4
 
 
 def _without_backward(group: ProcessGroup) -> None:

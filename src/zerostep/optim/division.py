@@ -45,23 +45,31 @@ Groups = Callable[[], list[Group]]  # the user may replace the list
 
 @dataclass(frozen=True)
 class OwnRanks:
-    """A process group that parameter groups name: the global ranks in it, and the numbers of those groups."""
+    """A process group that parameter groups name, its `members` among the optimizer's ranks, and those groups."""
 
     process_group: dist.ProcessGroup
-    ranks: tuple[int, ...]
+    members: tuple[int, ...]
     groups: frozenset[int]
 
 
 class Division:
     """The groups for which `owns` is true, given by their number, on `ranks`. `groups` are those of the optimizer.
 
+    `members` are the ranks that divide one copy here, by their numbers in the optimizer.
+
     Seen from here all groups exist, and those of other divisions have no parameters: so a group has one number.
     """
 
     def __init__(
-        self, ranks: Ranks, planner: LayoutPlanner, model: nn.Module, groups: Groups, owns: Callable[[int], bool]
+        self,
+        ranks: Ranks,
+        planner: LayoutPlanner,
+        model: nn.Module,
+        groups: Groups,
+        owns: Callable[[int], bool],
+        members: Sequence[int],
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.members = ranks, members
         self._planner, self._model, self._outer, self._owns = planner, model, groups, owns
         self._layout: Layout | None = None
         self._part: StepPart | None = None
@@ -249,9 +257,9 @@ class Division:
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, to: int) -> list[Any]:
-        """Every rank's part of the state, on rank `to` of the division; empty elsewhere. A collective."""
-        return self.state.collect(to)
+    def position_of(self, member: int) -> int:
+        """The rank of a member among those that divide one copy of the state."""
+        return self.members.index(member)
 
     def assembled(self, parts: Sequence[Any]) -> dict[int, Entry]:
         """What was collected, by the number that a parameter has among all of the optimizer."""
@@ -297,9 +305,9 @@ def own_ranks(groups: Sequence[Group], ranks: Ranks) -> list[OwnRanks]:
     found: dict[tuple[int, ...], OwnRanks] = {}
     for number, group in enumerate(groups):
         if group.get(GROUP_KEY) is not None:
-            own = _own_ranks(number, group[GROUP_KEY], global_ranks(ranks))
-            before = found.get(own.ranks, own)
-            found[own.ranks] = replace(before, groups=before.groups | own.groups)
+            own = _own_ranks(number, group[GROUP_KEY], _global_ranks(ranks))
+            before = found.get(own.members, own)
+            found[own.members] = replace(before, groups=before.groups | own.groups)
     if found and all(group.get(GROUP_KEY) is not None or not group["params"] for group in groups):
         raise ValueError(
             "all parameter groups have a process_group of their own, and none is left for the ranks of the optimizer: "
@@ -313,7 +321,7 @@ def own_ranks(groups: Sequence[Group], ranks: Ranks) -> list[OwnRanks]:
     return list(found.values())
 
 
-def _own_ranks(number: int, given: Any, everyone: Sequence[int]) -> OwnRanks:
+def _own_ranks(number: int, given: Any, everyone: list[int]) -> OwnRanks:
     title = f"the process_group of parameter group {number}"
     if isinstance(given, DeviceMesh) and given.ndim != 1:
         raise ValueError(f"{title} is a mesh of {given.ndim} dimensions: pass the submesh of one, mesh[name]")
@@ -329,14 +337,14 @@ def _own_ranks(number: int, given: Any, everyone: Sequence[int]) -> OwnRanks:
             f"{title} has the global ranks {list(members)}, which must be some of the optimizer's own, "
             f"{list(everyone)}, and rank {dist.get_rank()} among them"
         )
-    return OwnRanks(process_group, members, frozenset({number}))
+    return OwnRanks(process_group, tuple(map(everyone.index, members)), frozenset({number}))
 
 
 def _shown(given: Any) -> str:
     return "the group of other ranks" if given is dist.GroupMember.NON_GROUP_MEMBER else f"a {type(given).__name__}"
 
 
-def global_ranks(ranks: Ranks) -> list[int]:
+def _global_ranks(ranks: Ranks) -> list[int]:
     """The global ranks of all ranks of an optimizer, in their order."""
     return dist.get_process_group_ranks(ranks.group if ranks.group is not None else dist.group.WORLD)
 
@@ -346,8 +354,8 @@ def connect_own(own: OwnRanks, first: Ranks, device: torch.device | None) -> Ran
 
     Raises on all ranks if they do not agree about who belongs together: those that do not come would be waited for.
     """
-    everyone = global_ranks(first)
-    rows = first.control.all_gather_ints(pack_mask([rank in own.ranks for rank in everyone]))
+    everyone = range(first.everyone.world_size)
+    rows = first.control.all_gather_ints(pack_mask([rank in own.members for rank in everyone]))
     for rank, row in enumerate(rows):
         members = [number for number, flag in enumerate(union_of_masks([row], len(everyone))) if flag]
         strange = [number for number in members if rows[number] != row]

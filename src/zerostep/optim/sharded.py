@@ -28,30 +28,26 @@ from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import among_some_ranks, calling
+from zerostep.optim.all_divisions import collect_state, consolidated, group_optimizers, load_whole, stats_of
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
-from zerostep.optim.division import Division, OwnRanks, connect_own, global_ranks, own_ranks
+from zerostep.optim.division import Division, OwnRanks, connect_own, own_ranks
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.view import OptimizerView
 from zerostep.plan.groups import (
     GROUP_KEY,
-    NOT_OF_CLASS,
     Group,
     OptimizerClass,
     all_params,
     class_of,
     normalise,
-    options,
     refuse_shared_memory,
     refuse_sparse,
 )
-from zerostep.plan.layout import Layout, ParamSpec
+from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
 from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
-from zerostep.state.consolidate import pack_groups
-from zerostep.state.load_state_dict import validate
-from zerostep.state.missing import complete_state_dict, refuse_missing
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.ddp_watch import DdpWatch
 from zerostep.step.engine import Engine
@@ -197,7 +193,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         elsewhere = frozenset[int]().union(*(own.groups for own in self._own_ranks))
         groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
         owns = lambda number: number not in elsewhere  # noqa: E731
-        self._divisions = [Division(self._ranks, self._planner, self._model, groups, owns)]
+        members = range(self.world_size)
+        self._divisions = [Division(self._ranks, self._planner, self._model, groups, owns, members)]
         self._main.plan()
 
     def _refuse_with_own_ranks(self, audit_every: int | None) -> None:
@@ -222,7 +219,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         device = _first_device(self._model)
         for own in self._own_ranks:
             ranks = connect_own(own, self._ranks, device)
-            division = Division(ranks, self._planner, self._model, groups, own.groups.__contains__)
+            owns, members = own.groups.__contains__, own.members
+            division = Division(ranks, self._planner, self._model, groups, owns, members)
             # Some ranks may not agree among themselves: then no rank goes on.
             with agreed(self._ranks.control), among_some_ranks():
                 division.agree(self._main)
@@ -582,52 +580,15 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _collect_state(self, to: int) -> list[Any]:
         if len(self._divisions) == 1:
-            return self._collected(to)
+            return collect_state(self._divisions, to)
         with agreed(self._ranks.control):  # those that hold the experts of rank `to` may fail where others have no part
-            return self._collected(to)
-
-    def _collected(self, to: int) -> list[Any]:
-        parts = [{**part, "division": 0} for part in self._main.collect(to)]
-        for number, own in enumerate(self._own_ranks, start=1):
-            wanted = global_ranks(self._ranks)[to]
-            if wanted in own.ranks:
-                with among_some_ranks():
-                    found = self._divisions[number].collect(own.ranks.index(wanted))
-                parts += [{**part, "division": number} for part in found]
-        return parts
+            return collect_state(self._divisions, to)
 
     def _consolidated(self) -> StateDict:
-        parts, state = self._all_state_dicts, dict[Any, Any]()
-        for number, division in enumerate(self._divisions):
-            state |= division.assembled([part for part in parts if part["division"] == number])
-        state = dict(sorted(state.items()))
-        for part in reversed(parts):  # under a name, the lowest rank's value is kept
-            state |= part["by_name"]
-        groups = [{k: v for k, v in group.items() if k not in NOT_OF_CLASS} for group in pack_groups(self.param_groups)]
-        return complete_state_dict(state, groups)
+        return consolidated(self._divisions, self.param_groups, self._all_state_dicts)
 
     def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
-        numbers = validate(state_dict, self.param_groups, self._group_optimizers(), {})
-        if not allow_missing:
-            specs = self._all_specs()
-            refuse_missing(state_dict, numbers, specs, self._all_params, self._main.state.group_optimizer)
-        saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
-        named = {key: value for key, value in state_dict["state"].items() if key not in numbers}
-        chosen = [options(dict(group)) for group in state_dict["param_groups"]]
-        self._training.recover()
-        for replace in [division.prepare_load(saved, named, chosen) for division in self._divisions]:
-            replace()
-        self._training.loaded(bool(saved))
-
-    def _group_optimizers(self) -> list[Optimizer]:
-        """The inner optimizer of each group."""
-        owners = [next(each for each in self._divisions if each.owns(i)) for i in range(len(self.param_groups))]
-        return [division.part.inners.of(number) for number, division in enumerate(owners)]
-
-    def _all_specs(self) -> list[ParamSpec]:
-        """The specs of all parameters, in their order."""
-        pairs = (zip(division.numbers(), division.layout.params, strict=True) for division in self._divisions)
-        return [spec for _, spec in sorted((pair for each in pairs for pair in each), key=lambda pair: pair[0])]
+        load_whole(self._divisions, self.param_groups, self._training, state_dict, allow_missing)
 
     def audit(self) -> AuditReport:
         """Compare over all ranks, bit for bit, what must be the same on them; see the base class.
@@ -654,6 +615,7 @@ class ShardedOptimizer(PartitionedOptimizer):
                 "checkpoints of an optimizer with a process_group in a parameter group are not written yet: use "
                 "consolidate_state_dict() and state_dict(), for each set of experts"
             )
+        optimizers = group_optimizers(self._divisions, self.param_groups)
         return OptimizerView(
             everyone=self._ranks.control,
             rank=self.rank,
@@ -661,7 +623,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             layout=self._layout,
             params=self._training.engine.buckets.params,
             groups=self.param_groups,
-            optimizer_names=[type(optimizer).__name__ for optimizer in self._group_optimizers()],
+            optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
             step=self._training.count,
             saves=self._saves,
             ensure_complete=self._ensure_complete,
@@ -738,31 +700,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def stats(self) -> Stats:
         """Bytes moved and held, time waited and how even the shares are, since the optimizer was built; local."""
-        engines, layouts = zip(*((each.engine, each.layout) for each in self._divisions), strict=True)
-        positions = [each.ranks.shards.rank for each in self._divisions]
-        loads = [[layout.load(rank) for rank in range(layout.world_size)] for layout in layouts]
-        most, even = sum(map(max, loads)), sum(sum(each) / len(each) for each in loads)
-        sent, received = zip(*(engine.traffic() for engine in engines), strict=True)
-        compiled = [engine.compiled for engine in engines if engine.compiled is not None]
-        with engines[0].lock:  # another thread may be training
-            gradient_bytes = sum(engine.gradient_bytes for engine in engines)
-            state_bytes = sum(each.state.nbytes() for each in self._divisions)
-        return Stats(
-            steps=self._training.count,
-            rank=self.rank,
-            world_size=self.world_size,
-            buckets=sum(len(layout.buckets) for layout in layouts),
-            elements=sum(map(sum, loads)),
-            owned_elements=sum(each[rank] for each, rank in zip(loads, positions, strict=True)),
-            imbalance=most / even if even else 0.0,
-            bytes_sent=sum(sent),
-            bytes_received=sum(received),
-            gradient_bytes=gradient_bytes,
-            state_bytes=state_bytes,
-            compiled_graphs=sum(each.graphs for each in compiled),
-            compile_seconds=sum(each.seconds for each in compiled),
-            wait_seconds=self._timer.wait_seconds,
-        )
+        return stats_of(self._divisions, self._training.count, self._timer)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
