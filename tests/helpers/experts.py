@@ -14,6 +14,7 @@ from zerostep import ShardedOptimizer
 
 WIDTH = 12
 PAIRS = ((0, 2), (1, 3))
+NEIGHBOURS = ((0, 1), (2, 3))
 ALONE = ((0,), (1,), (2,), (3,))
 
 Use = tuple[bool, bool]  # which of the two experts of a rank get tokens
@@ -23,13 +24,13 @@ Pattern = Callable[[int, int], Use]  # by step and rank
 class Mixture(nn.Module):
     """Layers of all ranks, and two experts of this one, under names that no other expert of the job has."""
 
-    def __init__(self, number: int, seed: int) -> None:
+    def __init__(self, number: int, seed: int, late: int | None = None) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
             torch.manual_seed(100 + seed)
-            self.names = [f"early{number}", f"late{number}"]
+            self.names = [f"early{number}", f"late{number if late is None else late}"]
             self.experts = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in self.names})
 
     def forward(self, inputs: Tensor, use: Use = (True, True)) -> Tensor:

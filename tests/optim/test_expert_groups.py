@@ -13,10 +13,12 @@ from torch.optim import SGD, AdamW
 
 from tests.helpers.experts import (
     ALONE,
+    NEIGHBOURS,
     PAIRS,
     Mixture,
     Pattern,
     always,
+    average,
     average_all,
     groups_of,
     loss,
@@ -90,6 +92,41 @@ def test_ranks_whose_experts_get_no_tokens_keep_the_order(pool: Pool, settings: 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_rank_may_have_experts_of_its_own(pool: Pool, settings: str, pattern: Pattern) -> None:
     pool.run(_training, 4, "adamw", ALONE, pattern, SETTINGS[settings])
+
+
+def _two_kinds(group: ProcessGroup, settings: dict[str, Any]) -> None:
+    """The early expert in pairs, the late one in other pairs, so that each rank shares something with two others."""
+    (early, one), (late, other) = own_group(PAIRS), own_group(NEIGHBOURS)
+    rank = dist.get_rank(group)
+    model, reference = (Mixture(one, rank, other) for _ in range(2))
+    groups = [
+        {"params": list(model.expert(1).parameters()), "process_group": late},
+        {"params": [param for _, param in model.shared]},
+        {"params": [model.expert(0).weight], "process_group": early},
+        {"params": [model.expert(0).bias], "process_group": early, "lr": 0.01},
+    ]
+    chosen: dict[str, Any] = {"process_group": group, "bucket_mb": 0.0003, **settings, **MOMENTUM}
+    optimizer = ShardedOptimizer(model, SGD, groups, **chosen)
+    reference.load_state_dict(model.state_dict())
+    others = [param for param in reference.parameters() if param is not reference.expert(0).bias]
+    by_hand = SGD([{"params": others}, {"params": [reference.expert(0).bias], "lr": 0.01}], **MOMENTUM)
+    for step in range(10):
+        use = uneven(step, rank)
+        for each, each_optimizer in ((model, optimizer), (reference, by_hand)):
+            each_optimizer.zero_grad()
+            loss(each, step, rank, use).backward()
+        optimizer.step()
+        average([param for _, param in reference.shared], group, 4)
+        average(list(reference.expert(0).parameters()), early, 4)
+        average(list(reference.expert(1).parameters()), late, 4)
+        by_hand.step()
+    optimizer.synchronize()
+    assert_same_bits(tensors(model), tensors(reference))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_two_kinds_of_experts_in_sets_of_ranks_that_overlap(pool: Pool, settings: str) -> None:
+    pool.run(_two_kinds, 4, SETTINGS[settings])
 
 
 def _masters(group: ProcessGroup) -> None:
@@ -184,7 +221,8 @@ def _scaler(group: ProcessGroup, gather: str, order: int) -> list[float]:
     own, number = own_group()
     model, _ = models(own, number)
     groups = groups_of(model, own, **MOMENTUM)[::order]
-    optimizer = ShardedOptimizer(model, SGD, groups, process_group=group, gather=gather, bucket_mb=0.0003)
+    settings: dict[str, Any] = {"gather": gather}
+    optimizer = ShardedOptimizer(model, SGD, groups, process_group=group, bucket_mb=0.0003, **settings)
     scaler, rank = GradScaler("cpu", init_scale=8.0, growth_interval=1000), dist.get_rank(group)
     scales = []
     for step in range(4):
