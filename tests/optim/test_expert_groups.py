@@ -109,7 +109,8 @@ def _two_kinds(group: ProcessGroup, settings: dict[str, Any]) -> None:
     optimizer = ShardedOptimizer(model, SGD, groups, **chosen)
     reference.load_state_dict(model.state_dict())
     others = [param for param in reference.parameters() if param is not reference.expert(0).bias]
-    by_hand = SGD([{"params": others}, {"params": [reference.expert(0).bias], "lr": 0.01}], **MOMENTUM)
+    theirs: list[dict[str, Any]] = [{"params": others}, {"params": [reference.expert(0).bias], "lr": 0.01}]
+    by_hand = SGD(theirs, **MOMENTUM)
     for step in range(10):
         use = uneven(step, rank)
         for each, each_optimizer in ((model, optimizer), (reference, by_hand)):

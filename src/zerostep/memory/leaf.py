@@ -1,7 +1,8 @@
 """Leaves: the tensors that the inner optimizers hold, views of the memory that this rank owns.
 
-An atomic parameter has a leaf of its own shape. Splittable neighbours of one group are one flat leaf together, so that
-a thousand small parameters cost an optimizer no more than one large one. With master weights, leaves are views of those
+An atomic parameter has a leaf of its own shape; of a DTensor that its mesh divides, the leaf is a DTensor, too.
+Splittable neighbours of one group are one flat leaf together, so that a thousand small parameters cost an optimizer no
+more than one large one. With master weights, leaves are views of those
 instead of the parameters.
 
 Parameters in one leaf share its state, such as a step counter. When one of them has to be left out of a step, the leaf
@@ -11,12 +12,13 @@ is split for good into one for each parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 
+from zerostep.dtensors import as_like, local_of, sharding_groups
 from zerostep.plan.layout import Fragment, Layout, Span
 
 
@@ -37,8 +39,8 @@ class Leaf:
 
     def view(self, shard: Tensor) -> Tensor:
         """This leaf's elements of `shard`, a tensor over the whole owned part, in the leaf's own shape."""
-        part = shard[self.span.start : self.span.stop]
-        return part if self.tensor.dim() == 1 else part.as_strided(self.tensor.shape, self.tensor.stride())
+        part, own = shard[self.span.start : self.span.stop], local_of(self.tensor)
+        return as_like(part if own.dim() == 1 else part.as_strided(own.shape, own.stride()), self.tensor)
 
 
 def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Sequence[Tensor]) -> list[Leaf]:
@@ -48,7 +50,12 @@ def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Se
     leaves = list[Leaf]()
     for (group, _, is_whole), run in groupby(fragments, key=lambda fragment: _leaf_key(layout, fragment)):
         members = tuple(run)
-        leaves.append(_make_leaf(bucket, group, members, start, shard, params[members[0].param] if is_whole else None))
+        like = params[members[0].param] if is_whole else None
+        leaf = _make_leaf(bucket, group, members, start, shard, None if like is None else local_of(like))
+        # An optimizer that needs the whole of a matrix then works on the whole of it, over the mesh.
+        if like is not None and sharding_groups(like) and not layout.params[members[0].param].splittable:
+            leaf = replace(leaf, tensor=nn.Parameter(as_like(leaf.tensor.detach(), like)))
+        leaves.append(leaf)
     return leaves
 
 

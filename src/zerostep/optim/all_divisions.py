@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zerostep.comm.transport import among_some_ranks
 from zerostep.optim.division import Division
 from zerostep.plan.groups import NOT_OF_CLASS, Group, all_params, options
 from zerostep.plan.layout import ParamSpec
@@ -27,8 +26,7 @@ def collect_state(divisions: Sequence[Division], to: int) -> list[Any]:
     parts: list[Any] = []
     for number, division in enumerate(divisions):
         if to in division.members:
-            with among_some_ranks():
-                found = division.state.collect(division.position_of(to))
+            found = division.state.collect(division.position_of(to))
             parts += [{**part, _DIVISION: number} for part in found]
     return parts
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
 from zerostep.comm.mesh import Ranks, resolve
-from zerostep.comm.transport import Transport, among_some_ranks
+from zerostep.comm.transport import Transport
 from zerostep.comm.value_samples import ValueSamples
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.plan.buckets import extend
@@ -210,10 +210,9 @@ class Division:
         `everyone` are all ranks of the optimizer: each has one loss, whatever the ranks of this division.
         """
         planner, self._averaged_over = self._planner, everyone.world_size
-        with among_some_ranks():
-            if tensors:
-                broadcast_values(self.ranks, [tensor for _, tensor in tensors])
-            engine = Engine(self.ranks, self.layout, self.params, planner, reduces, timer, progress, passes)
+        if tensors:
+            broadcast_values(self.ranks, [tensor for _, tensor in tensors])
+        engine = Engine(self.ranks, self.layout, self.params, planner, reduces, timer, progress, passes)
         members = [list[Tensor]() for _ in self._outer()]
         for leaf in engine.buckets.bind_trainable():
             members[leaf.group].append(leaf.tensor)
@@ -305,7 +304,7 @@ def own_ranks(groups: Sequence[Group], ranks: Ranks) -> list[OwnRanks]:
     found: dict[tuple[int, ...], OwnRanks] = {}
     for number, group in enumerate(groups):
         if group.get(GROUP_KEY) is not None:
-            own = _own_ranks(number, group[GROUP_KEY], _global_ranks(ranks))
+            own = _own_ranks(number, group[GROUP_KEY], global_ranks(ranks))
             before = found.get(own.members, own)
             found[own.members] = replace(before, groups=before.groups | own.groups)
     if found and all(group.get(GROUP_KEY) is not None or not group["params"] for group in groups):
@@ -344,7 +343,7 @@ def _shown(given: Any) -> str:
     return "the group of other ranks" if given is dist.GroupMember.NON_GROUP_MEMBER else f"a {type(given).__name__}"
 
 
-def _global_ranks(ranks: Ranks) -> list[int]:
+def global_ranks(ranks: Ranks) -> list[int]:
     """The global ranks of all ranks of an optimizer, in their order."""
     return dist.get_process_group_ranks(ranks.group if ranks.group is not None else dist.group.WORLD)
 
@@ -364,5 +363,4 @@ def connect_own(own: OwnRanks, first: Ranks, device: torch.device | None) -> Ran
                 f"rank {rank} has given its parameter groups {sorted(own.groups)} a process_group with rank "
                 f"{strange[0]}, which has given them another one: pass the same group on all of its ranks"
             )
-    with among_some_ranks():
-        return resolve(own.process_group, device, first.everyone.presence)
+    return resolve(own.process_group, device, first.everyone.presence)

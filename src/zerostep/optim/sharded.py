@@ -23,15 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed
+from zerostep.comm.agreement import Fact, agreed, agreed_by_each
 from zerostep.comm.background import BackgroundSaves
-from zerostep.comm.mesh import resolve
+from zerostep.comm.mesh import mesh_controls, resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
-from zerostep.comm.transport import among_some_ranks, calling
+from zerostep.comm.transport import calling
+from zerostep.dtensors import sharding_groups
 from zerostep.optim.all_divisions import collect_state, consolidated, group_optimizers, load_whole, stats_of
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
-from zerostep.optim.division import Division, OwnRanks, connect_own, own_ranks
+from zerostep.optim.division import Division, OwnRanks, connect_own, global_ranks, own_ranks
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
 from zerostep.optim.view import OptimizerView
@@ -40,8 +41,10 @@ from zerostep.plan.groups import (
     Group,
     OptimizerClass,
     all_params,
+    check_dtensors,
     class_of,
     normalise,
+    refuse_dtensors,
     refuse_shared_memory,
     refuse_sparse,
 )
@@ -73,6 +76,10 @@ _BARE_ONLY = (
 _OWN_RANKS_BARE = (
     "a parameter group has a process_group of its own, and DistributedDataParallel would sum its gradients over all "
     "ranks: pass the module without DistributedDataParallel"
+)
+_EVENLY = (
+    "build the same optimizer on all ranks of the mesh, and let it divide such parameters evenly; or use "
+    "ZeroRedundancyOptimizer, which chooses owners by whole sizes"
 )
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
@@ -162,13 +169,16 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._saves = BackgroundSaves(self._ranks.control)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
-        with agreed(self._ranks.control) as agreement:
+        across = mesh_controls(self._model.parameters())
+        with agreed_by_each(across) as mesh_agreements, agreed(self._ranks.control) as agreement:
             self._audits = Audits(audit_every, self._health)
             self._build(params, verify)
             self._refuse_with_own_ranks(audit_every)
             broadcast = broadcast_facts(self._shared_tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
             agreement.compare([*self._facts(broadcast), *extra])
+            for each in mesh_agreements:
+                each.compare(self._mesh_facts(), _EVENLY)
             samples = self._main.sample_unnamed()
         samples.compare(self._ranks.control, must_be_equal=False)
         self._add_divisions()
@@ -189,7 +199,12 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._not_joining = self._join_config
         Optimizer.__init__(self, [self._planner.complete(group) for group in given], {})
         self._check_params()
+        if verify:
+            refuse_dtensors(self.param_groups, "verify", "verify without tensor parallelism")
         self._own_ranks = own_ranks(self.param_groups, self._ranks)
+        for own in self._own_ranks:
+            groups_there = [self.param_groups[number] for number in sorted(own.groups)]
+            check_dtensors(groups_there, dist.get_process_group_ranks(own.process_group))
         elsewhere = frozenset[int]().union(*(own.groups for own in self._own_ranks))
         groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
         owns = lambda number: number not in elsewhere  # noqa: E731
@@ -222,7 +237,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             owns, members = own.groups.__contains__, own.members
             division = Division(ranks, self._planner, self._model, groups, owns, members)
             # Some ranks may not agree among themselves: then no rank goes on.
-            with agreed(self._ranks.control), among_some_ranks():
+            with agreed(self._ranks.control):
                 division.agree(self._main)
             self._divisions.append(division)
 
@@ -251,11 +266,14 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
+        shared = [group for group in self.param_groups if group.get(GROUP_KEY) is None]
+        check_dtensors(shared, dist.get_process_group_ranks(self.process_group))
         if self._ddp is not None:
             self._check_ddp(self._ddp)
 
     def _check_ddp(self, ddp: DistributedDataParallel) -> None:
         self._check_ranks(ddp)
+        refuse_dtensors(self.param_groups, "DistributedDataParallel", "pass the module without it")
         if self._settings.reduction == "scatter":
             self._refuse_foreign(ddp.module)
 
@@ -292,6 +310,15 @@ class ShardedOptimizer(PartitionedOptimizer):
             *self._main.layout_facts(),
         ]
 
+    def _mesh_facts(self) -> list[Fact]:
+        """What must be equal on ranks that hold other blocks of the same parameters."""
+        pairs = zip(self._layout.params, self._main.params, strict=True)
+        whole = [spec.name for spec, param in pairs if sharding_groups(param) and not spec.splittable]
+        facts = [Fact("the settings", str(self._settings))]
+        if whole:  # their updates communicate over the mesh, bucket by bucket
+            facts.append(Fact(f"the layout, with {whole[0]!r}, which is updated as a whole,", self._layout.digest()))
+        return facts
+
     def _shared_tensors(self) -> list[Titled]:
         """All that rank 0 sends to all others before the first step of a bare module, with titles."""
         main = set(map(id, self._main.params))
@@ -302,7 +329,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         reduces = self._ddp is None or self._settings.reduction == "scatter"
         tensors = self._shared_tensors() if self._ddp is None else []
         progress, control = Progress(self._health), self._ranks.control
-        passes = Passes(self._settings.update == "backward", self.rank, control.world_size)
+        counted = global_ranks(self._ranks) if self._own_ranks else ()
+        passes = Passes(self._settings.update == "backward", self.rank, control.world_size, counted)
         common = self._timer, progress, passes, control
         self._main.start(tensors, *common, partial(self._make_grad_source, reduces=reduces), reduces)
         for division in self._divisions[1:]:
@@ -599,8 +627,7 @@ class ShardedOptimizer(PartitionedOptimizer):
             return super().audit()
         with agreed(self._ranks.control):  # what some ranks find, all raise
             reports = [super().audit()]
-            with among_some_ranks():
-                reports += [audit(division.audit_subject(self._training.count)) for division in self._divisions[1:]]
+            reports += [audit(division.audit_subject(self._training.count)) for division in self._divisions[1:]]
         return AuditReport(*(sum(values) for values in zip(*map(astuple, reports), strict=True)))
 
     def _audit_subject(self) -> AuditSubject:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.objects import gather_object
+from zerostep.dtensors import local_of
 from zerostep.plan.groups import Group, class_of, own_options
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.state.consolidate import assemble, to_plain
+from zerostep.state.dtensor_state import as_local_entry
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.leaf_state import LeafStates
 from zerostep.state.param_state import DictState, Entry, SavedState
@@ -42,12 +46,14 @@ class ShardedState:
         self, saved: Mapping[int, Mapping[str, Any]], named: Mapping[str, Any], options: Sequence[Group]
     ) -> Callable[[], None]:
         """Read this rank's part of whole state, by parameter; the returned function replaces state and options."""
-        states = {number: DictState(dict(entry), self._buckets.params[number]) for number, entry in saved.items()}
+        params = self._buckets.params
+        local = {number: as_local_entry(entry, params[number])[0] for number, entry in saved.items()}
+        states = {number: DictState(entry, local_of(params[number])) for number, entry in local.items()}
         replace_state = self.leaves.prepare(states, dict(named), options)
 
         def apply() -> None:
             replace_state()
-            self._part.load_reference(saved, dict(named), options)
+            self._part.load_reference(local, dict(named), options)
 
         return apply
 
@@ -80,4 +86,4 @@ class ShardedState:
 def optimizer_state_bytes(state: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in the state of an optimizer."""
     values = [value for entry in state.values() for value in (entry.values() if isinstance(entry, dict) else [entry])]
-    return sum(getattr(value, "nbytes", 0) for value in values)
+    return sum(local_of(value).nbytes for value in values if isinstance(value, Tensor))

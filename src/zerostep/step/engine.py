@@ -24,6 +24,7 @@ from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.transport import Presence
+from zerostep.dtensors import local_grad
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.step.backward_update import AppliedGradOps, BackwardUpdate, refuse_kept_gradients
@@ -36,6 +37,7 @@ from zerostep.step.grad_sums import GradSums
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_rows import LateRows
+from zerostep.step.mesh_sums import MeshSums
 from zerostep.step.pass_messages import PassMessages
 from zerostep.step.passes import Passes
 from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
@@ -89,7 +91,8 @@ class Engine:
         self._backward_update = BackwardUpdate(self.buckets, self._updater, self._control, timer)
         sink = self._backward_update if self._in_backward else self.sums
         self.reduction = Reduction(plan, self._sum_replicas, timer, sink, weakly(self._collect))
-        kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, settings.reduction)
+        self._mesh_sums = MeshSums(params, first, passes.counted)
+        kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, self._mesh_sums, settings.reduction)
         self.grad_ops: ShardedGradOps | AppliedGradOps = AppliedGradOps() if self._in_backward else kept
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._used_in_pass: set[int] = set()
@@ -137,6 +140,7 @@ class Engine:
             self.end_pass()
             self.read_messages()  # they are about the parameters that there were
             self.buckets.extend(layout, params)
+            self._mesh_sums.extend(params)
             plan = self._plan()
             self.reduction.extend(plan)
             self.sums.extend(plan)
@@ -434,7 +438,7 @@ class Engine:
         """Send a whole gradient of earlier passes along, as DDP does: another rank may have used the parameter."""
         grad = self.buckets.params[index].grad
         if grad is not None:
-            self._take(index, grad)
+            self._take(index, local_grad(grad, self.buckets.params[index]))
             self._taken_along.add(index)
 
     def exchange_messages(self, read: bool) -> None:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport import Transport
+from zerostep.dtensors import local_of
 from zerostep.plan.layout import Fragment
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.grad_sums import GradSums
+from zerostep.step.mesh_sums import MeshSums
 from zerostep.step.norms import add_up, combine, power_sum, root
 from zerostep.step.scaled_sum import multiply
 
@@ -54,6 +56,10 @@ class GradPasses(Protocol):
 class GradChecks(Protocol):
     """The gradients of another engine, as far as they count for all."""
 
+    @property
+    def mesh_transports(self) -> Sequence[Transport]:
+        """How to talk to the ranks that have other elements of the same parameters."""
+
     def share_of_norm(self, norm_type: float) -> Tensor:
         """What this rank adds to the norm of all."""
 
@@ -79,9 +85,16 @@ class ShardedGradOps:
     """
 
     def __init__(
-        self, passes: ref[Any], buckets: BucketShards, sums: GradSums, transport: Transport, mode: str
+        self,
+        passes: ref[Any],
+        buckets: BucketShards,
+        sums: GradSums,
+        transport: Transport,
+        mesh: MeshSums,
+        mode: str,
     ) -> None:
         self._passes_ref, self._buckets, self._sums, self._transport = passes, buckets, sums, transport
+        self._mesh = mesh
         self._scattered = mode == "scatter"
         self._norms: tuple[float, dict[int, Tensor]] | None = None
 
@@ -100,28 +113,37 @@ class ShardedGradOps:
         """
         if others:
             shares = [each.share_of_norm(norm_type).to(self._device) for each in (self, *others)]
-            mine = add_up(torch.stack(shares), norm_type, powers=True)
+            mine = add_up(torch.stack(shares), norm_type)
             return root(combine(self._buckets.exchanges[0], mine.view(1), norm_type)[0], norm_type)
         if norm_type <= 0:
             # Zeros count: those in a bucket that stand for parameters without a gradient must not.
             norms = self._norms_of(self._settled(), norm_type)
             return torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.sum()
-        return root(
-            self._together(power_sum(self._all_parts(), norm_type, self._device).view(1), norm_type)[0], norm_type
-        )
+        return root(self._over_mesh(self._together(self._own_sums(norm_type), norm_type), norm_type), norm_type)
 
     def share_of_norm(self, norm_type: float) -> Tensor:
         """What this rank adds to the norm of all: the shares of all ranks together count every element once."""
         if norm_type > 0:
-            return power_sum(self._all_parts(), norm_type, self._device)
+            return self._over_mesh(self._own_sums(norm_type), norm_type)
         # Of each whole gradient, as in `total_norm`: all ranks that divide them know these, and one of them counts.
         norms = self._norms_of(self._settled(), norm_type)
         return power_sum([norms] if self._buckets.rank == 0 else [], norm_type, self._device)
 
+    def _own_sums(self, norm_type: float) -> Tensor:
+        """What this rank owns, by kind."""
+        by_kind = self._parts_by_kind() if self._mesh.divides else [self._all_parts()]
+        return torch.stack([power_sum(parts, norm_type, self._device) for parts in by_kind])
+
+    def _over_mesh(self, sums: Tensor, norm_type: float) -> Tensor:
+        return add_up(self._mesh.add_up(sums, range(len(sums)), norm_type), norm_type)
+
     def _norms_of(self, params: Sequence[int], norm_type: float) -> Tensor:
         """The norm of each of some gradients; a collective if it is in parts."""
         sums = [power_sum(self._parts([index]), norm_type, self._device) for index in params]
-        return root(self._together(torch.stack(sums), norm_type), norm_type) if sums else self._no_norms()
+        if not sums:
+            return self._no_norms()
+        kinds = [self._mesh.kind_of(index) for index in params]
+        return root(self._mesh.add_up(self._together(torch.stack(sums), norm_type), kinds, norm_type), norm_type)
 
     def _together(self, sums: Tensor, norm_type: float) -> Tensor:
         return combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
@@ -166,6 +188,21 @@ class ShardedGradOps:
             return [parts[bucket] for bucket in self._buckets.buckets_of(list(used))]
         return self._parts(used)
 
+    def _parts_by_kind(self) -> list[list[Tensor]]:
+        """The owned parts of all gradients, by the groups over which their elements are spread."""
+        parts: list[list[Tensor]] = [[] for _ in range(self._mesh.count)]
+        self._settle()
+        if not self._scattered:
+            for index in sorted(self._sums.used):
+                parts[self._mesh.kind_of(index)] += self._parts([index])
+            return parts
+        for bucket in self._buckets.buckets_of(list(self._sums.used)):
+            start = self._buckets.layout.buckets[bucket].owned(self._buckets.rank).start
+            for kind, run in self._mesh.runs(self._buckets.layout.fragments_in(bucket, self._buckets.rank)):
+                whole = self._sums.parts[bucket]
+                parts[kind].append(whole[run[0].place.start - start : run[-1].place.stop - start])
+        return parts
+
     def _settle(self) -> None:
         self._passes.settle()
         self._passes.finish()
@@ -201,12 +238,20 @@ class ShardedGradOps:
         """Multiply by `inverse`, and set `found_inf` on all ranks if any rank finds a number that is not finite."""
         self.edit(params, lambda part: torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse))
         if self._passes.leads:
-            for others in self._passes.other_gradients():
-                others.mark_non_finite(found_inf)
-            self._transport.start_all_reduce(found_inf).wait()
+            others = self._passes.other_gradients()
+            for each in others:
+                each.mark_non_finite(found_inf)
+            further = [transport for each in others for transport in each.mesh_transports]
+            for transport in (self._transport, *self.mesh_transports, *further):
+                transport.start_all_reduce(found_inf).wait()
             found_inf.clamp_(max=1.0)
         elif not self._passes.first_has_gradients():
             raise RuntimeError(_NO_SHARED)
+
+    @property
+    def mesh_transports(self) -> Sequence[Transport]:
+        """How to talk to the ranks that have other elements of the same parameters."""
+        return self._mesh.transports
 
     def mark_non_finite(self, found_inf: Tensor) -> None:
         """Set `found_inf`, on this rank, if an owned part has a number that is not finite."""
@@ -227,7 +272,7 @@ class ShardedGradOps:
         """The owned parts of some gradients, or all of each where gradients are whole."""
         if not self._scattered:
             whole = [self._buckets.params[index].grad for index in params]
-            return [grad for grad in whole if grad is not None]
+            return [local_of(grad) for grad in whole if grad is not None]
         parts = [self._part(fragment) for index in params for fragment in self._fragments(index)]
         return [part for part in parts if part is not None]
 

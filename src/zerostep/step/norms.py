@@ -20,12 +20,17 @@ def power_sum(parts: Iterable[Tensor], norm_type: float, device: torch.device) -
     if not norms:
         value = math.inf if norm_type == -math.inf else 0.0
         return torch.full((), value, dtype=torch.float64, device=device)
-    return add_up(torch.stack([norm.to(device, torch.float64) for norm in norms]), norm_type, powers=False)
+    return _add_up(torch.stack([norm.to(device, torch.float64) for norm in norms]), norm_type, powers=False)
 
 
 def combine(exchange: Exchange, sums: Tensor, norm_type: float) -> Tensor:
     """The contributions of all ranks together, the same numbers on every rank; one small collective."""
-    return add_up(exchange.all_gather_values(sums), norm_type, powers=True)
+    return add_up(exchange.all_gather_values(sums), norm_type)
+
+
+def add_up(sums: Tensor, norm_type: float) -> Tensor:
+    """Several contributions together, over the first dimension."""
+    return _add_up(sums, norm_type, powers=True)
 
 
 def root(total: Tensor, norm_type: float) -> Tensor:
@@ -33,7 +38,7 @@ def root(total: Tensor, norm_type: float) -> Tensor:
     return total if math.isinf(norm_type) or norm_type == 0 else total.pow(1.0 / norm_type)
 
 
-def add_up(values: Tensor, norm_type: float, powers: bool) -> Tensor:
+def _add_up(values: Tensor, norm_type: float, powers: bool) -> Tensor:
     """The extreme of the values, or their sum, over the first dimension; NaN if any is NaN."""
     if math.isinf(norm_type):
         return values.amax(0) if norm_type > 0 else values.amin(0)

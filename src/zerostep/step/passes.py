@@ -7,7 +7,7 @@ for comes in the same order on all of them, as with a single engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any, Protocol
@@ -81,10 +81,11 @@ class Passes:
 
     Engines are held weakly: they hold this. With `one_pass` every pass is a step; `rank` is for texts. `world_size` are
     all ranks of the optimizer: each has one loss, over which gradients are averaged, whatever the ranks of an engine.
+    `counted` are their global numbers, if there are engines over fewer: norms then go over all of them.
     """
 
-    def __init__(self, one_pass: bool, rank: int, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, one_pass: bool, rank: int, world_size: int, counted: Collection[int] = ()) -> None:
+        self.world_size, self.counted = world_size, counted
         self.lock = RLock()
         self.iteration = Iteration(one_pass=one_pass)
         self.failures = PassFailure(self.lock, self.iteration, rank)

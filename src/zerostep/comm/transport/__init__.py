@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from zerostep.comm.transport.calls import among_some_ranks, calling
+from zerostep.comm.transport.calls import calling
 from zerostep.comm.transport.companion import CompanionTransport
 from zerostep.comm.transport.control import control_of
 from zerostep.comm.transport.group import GroupTransport
@@ -43,7 +43,6 @@ __all__ = [
     "Presence",
     "Transfer",
     "Transport",
-    "among_some_ranks",
     "calling",
     "connect",
     "control_of",
