@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, AdamW
 
 from tests.helpers.experts import (
@@ -17,6 +19,7 @@ from tests.helpers.experts import (
     PAIRS,
     Mixture,
     Pattern,
+    Use,
     always,
     average,
     average_all,
@@ -359,3 +362,50 @@ def _added(group: ProcessGroup) -> None:
 
 def test_a_group_of_all_ranks_is_added(pool: Pool) -> None:
     pool.run(_added, 4)
+
+
+class Stacked(nn.Module):
+    """Experts as one tensor, of which this rank holds a part, as an ordinary parameter or as a DTensor over `mesh`."""
+
+    def __init__(self, number: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(9)
+            self.first, whole = nn.Linear(12, 12), torch.randn(4, 12, 12)
+        local = whole[2 * number : 2 * number + 2].clone()
+        self.experts = nn.Parameter(local if mesh is None else DTensor.from_local(local, mesh, [Shard(0)]))
+
+    def forward(self, inputs: Tensor, use: Use) -> Tensor:
+        mine = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        hidden = torch.tanh(self.first(inputs))
+        return hidden + sum(torch.tanh(hidden @ mine[each]) for each in (0, 1) if use[each])
+
+
+def _stacked(group: ProcessGroup) -> None:
+    """The mesh of the experts lies inside the ranks of the optimizer, which count every element of it once."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), dist.get_rank(group)
+    number, own = mesh["ep"].get_local_rank(), mesh["edp"].get_group()
+    model, reference = Stacked(number, mesh["ep"]), Stacked(number, None)
+    params = [{"params": list(model.first.parameters())}, {"params": [model.experts], "process_group": mesh["edp"]}]
+    optimizer = ShardedOptimizer(model, AdamW, params, process_group=group, bucket_mb=0.0003, **ADAM)
+    by_hand = AdamW(reference.parameters(), **ADAM)
+    shared = list(reference.first.parameters())
+    for step in range(4):
+        for each, each_optimizer in ((model, optimizer), (reference, by_hand)):
+            each_optimizer.zero_grad()
+            loss(each, step, rank, (True, rank != 0)).backward()
+        average(shared, group, 4)
+        average([reference.experts], own, 4)
+        found = torch.tensor([param.grad.double().square().sum() for param in shared]).sum() / 4  # type: ignore[union-attr]
+        found += reference.experts.grad.double().square().sum() / 2  # type: ignore[union-attr]
+        dist.all_reduce(found, group=group)
+        assert optimizer.grad_norm().item() == pytest.approx(found.sqrt().item(), rel=1e-6)
+        optimizer.step()
+        by_hand.step()
+    assert isinstance(model.experts, DTensor)
+    assert_same_bits({"experts": model.experts.to_local()}, {"experts": reference.experts})
+    assert_same_bits(tensors(model.first), tensors(reference.first))
+
+
+def test_experts_that_are_sharded_over_a_mesh_inside_the_optimizer_s_ranks(pool: Pool) -> None:
+    pool.run(_stacked, 4)
