@@ -30,8 +30,8 @@ _IN_DDP = (
 )
 
 _ADDED = (
-    ". To add to gradients by hand, as zero-bubble schedules of torch.distributed.pipelining do, run all backward passes "
-    "of a step inside no_sync()"
+    ". To add to gradients by hand, as zero-bubble schedules of torch.distributed.pipelining do, run all backward "
+    "passes of a step inside no_sync()"
 )
 
 _aten = torch.ops.aten
