@@ -57,3 +57,17 @@ NAMED_SHAPES: Mapping[str, Callable[[], Iterator[NamedShape]]] = {
     "llama-7b": lambda: _llama(width=4096, layers=32, hidden=11008, key_width=4096),
     "llama-70b": lambda: _llama(width=8192, layers=80, hidden=28672, key_width=1024),
 }
+
+
+# How Megatron divides these models over ranks of tensor parallelism: embeddings and heads by words, the first matrix of
+# a pair by its outputs, the second by its inputs. GPT-2 has (inputs, outputs), Llama (outputs, inputs).
+_DIVIDED: Mapping[str, int] = {
+    **{"wte.weight": 0, "c_attn.weight": 1, "c_attn.bias": 0, "c_fc.weight": 1, "c_fc.bias": 0, "c_proj.weight": 0},
+    **{"embed_tokens.weight": 0, "q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1},
+    **{"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1, "lm_head.weight": 0},
+}
+
+
+def divided_dimension(name: str) -> int | None:
+    """Return the dimension in which tensor parallelism divides a parameter; `None` if every rank has all of it."""
+    return _DIVIDED.get(".".join(name.split(".")[-2:]))
