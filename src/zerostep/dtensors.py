@@ -61,6 +61,11 @@ def local_grad(grad: Tensor, param: Tensor) -> Tensor:
     return local_of(grad)
 
 
+def whole_of(value: Any) -> Any:
+    """A DTensor as an ordinary tensor, on every rank of its mesh: a collective over it. Anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def check_placements(name: str, tensor: Tensor, divided_by: Iterable[int]) -> None:
     """Raise `ValueError` for a DTensor that cannot be divided among the ranks `divided_by` in addition."""
     if not isinstance(tensor, DTensor):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zerostep.comm.stream import broadcast_bytes
 from zerostep.comm.transport import Transport
+from zerostep.dtensors import describe_placements, is_dtensor, local_of
 from zerostep.errors import CheckpointError
 from zerostep.plan.groups import Group, all_params, options
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
@@ -83,6 +84,13 @@ def agreed(transport: Transport) -> Iterator[Agreement]:
         _raise_difference(transport, agreement.facts, agreement.remedy)
 
 
+@contextmanager
+def agreed_by_each(transports: Iterable[Transport]) -> Iterator[list[Agreement]]:
+    """The same over several sets of ranks, one inside the other: a failure reaches all ranks of all of them."""
+    with ExitStack() as blocks:
+        yield [blocks.enter_context(agreed(transport)) for transport in transports]
+
+
 def first_failure(transport: Transport, error: Exception | None) -> Exception:
     """The error to raise after some rank has failed: this rank's own, or one that quotes the first rank's.
 
@@ -127,7 +135,8 @@ def facts_of(
             f"parameter {index} ({spec.name!r})",
             f"{spec.name!r}, shape {spec.shape}, {spec.dtype}, on {spec.device}, "
             f"{'trainable' if spec.trainable else 'frozen'}, in group {spec.group}"
-            + (f", strides {param.stride()}" if with_strides and is_dense(param) else ""),
+            + (f", strides {local_of(param).stride()}" if with_strides and is_dense(local_of(param)) else "")
+            + (f", {describe_placements(param)}" if is_dtensor(param) else ""),
         )
         for index, (spec, param) in enumerate(zip(specs, all_params(groups), strict=True))
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerostep.comm.transport import NullTransport, Presence, Transport, connect, control_of
+from zerostep.dtensors import mesh_groups
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device |
             "submesh of the data-parallel dimensions"
         )
     return _resolve_rows(given, device)
+
+
+def mesh_controls(tensors: Iterable[Tensor]) -> list[Transport]:
+    """Control traffic over each dimension of the meshes of some DTensors; a collective, in the order of the tensors."""
+    groups = dict.fromkeys(group for tensor in tensors for group in mesh_groups(tensor))
+    return [control_of(connect(group)) for group in groups]
 
 
 def _resolve_rows(mesh: DeviceMesh, device: torch.device | None) -> Ranks:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerostep.comm.agreement import short_list
 from zerostep.comm.transport import Transport
+from zerostep.dtensors import locals_of
 
 logger = logging.getLogger("zerostep")
 
@@ -33,6 +34,7 @@ class ValueSamples:
 
     def __init__(self, titles: Sequence[str], params: Sequence[Tensor]) -> None:
         self._titles = titles
+        params = locals_of(params)
         samples = _to_host([_sample(param) for param in params])
         self._digests = [_digest(param, sample) for param, sample in zip(params, samples, strict=True)]
 

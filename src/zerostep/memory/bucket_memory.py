@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport import BucketMemory, Message
+from zerostep.dtensors import local_of, locals_of
 from zerostep.plan.layout import Bucket, Layout, Slot
 from zerostep.tensors import flat_alias, is_dense, with_own_storage
 
@@ -129,12 +130,13 @@ class ScatteredBucket:
 
     def attach(self) -> None:
         """Rebuild the messages if some parameter's `.data` was bound to other memory."""
-        pointers = [param.data_ptr() for param in self._params]
+        memories = locals_of(self._params)
+        pointers = [memory.data_ptr() for memory in memories]
         if pointers != self._pointers:
             self._pointers = pointers
             by_owner: dict[int, list[Tensor]] = {}
-            for param, owner in zip(self._params, self._owners, strict=True):
-                by_owner.setdefault(owner, []).append(param)
+            for memory, owner in zip(memories, self._owners, strict=True):
+                by_owner.setdefault(owner, []).append(memory)
             self._messages = {owner: _make_messages(owned) for owner, owned in by_owner.items()}
 
     @property
@@ -181,28 +183,28 @@ class FlatBucket:
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], size: int | None = None) -> None:
         self.bucket = bucket
         self._params = [params[slot.param] for slot in bucket.slots]
-        self._flat = self._params[0].detach().new_zeros(bucket.size if size is None else size)
+        self._flat = local_of(self._params[0]).detach().new_zeros(bucket.size if size is None else size)
         self._pointers: list[int] = []
-        for slot, param in zip(bucket.slots, self._params, strict=True):
-            self._bind(slot, param)
-            self._pointers.append(param.data_ptr())
+        for slot, memory in zip(bucket.slots, locals_of(self._params), strict=True):
+            self._bind(slot, memory)
+            self._pointers.append(memory.data_ptr())
 
-    def _bind(self, slot: Slot, param: Tensor) -> None:
+    def _bind(self, slot: Slot, memory: Tensor) -> None:
         part = with_own_storage(self._flat, slot.span.start, slot.span.stop)
-        strides = param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
-        view = part.as_strided(param.shape, strides) if part.numel() else part.view(param.shape)
-        view.copy_(param.detach())
-        param.data = view
+        strides = memory.stride() if is_dense(memory) else torch.empty(memory.shape, device="meta").stride()
+        view = part.as_strided(memory.shape, strides) if part.numel() else part.view(memory.shape)
+        view.copy_(memory.detach())
+        memory.data = view
 
     def rebound(self) -> list[int]:
         """The positions in the bucket of parameters whose `.data` was bound to other memory."""
-        pairs = zip(self._params, self._pointers, strict=True)
-        return [position for position, (param, pointer) in enumerate(pairs) if param.data_ptr() != pointer]
+        pairs = zip(locals_of(self._params), self._pointers, strict=True)
+        return [position for position, (memory, pointer) in enumerate(pairs) if memory.data_ptr() != pointer]
 
     def attach(self) -> None:
         """Copy parameters whose `.data` was bound to other memory back into the flat tensor, as views of it."""
         for position in self.rebound():
-            self._bind(self.bucket.slots[position], self._params[position])
+            self._bind(self.bucket.slots[position], local_of(self._params[position]))
 
     def holds(self, params: Sequence[Tensor]) -> bool:
         """Whether `params` has this bucket's own parameters at the indices of its slots, still on its device."""
@@ -214,9 +216,9 @@ class FlatBucket:
         """Copy the parameters that still lie in the flat tensor into memory of their own."""
         start = self._flat.data_ptr()
         stop = start + self._flat.numel() * self._flat.element_size()
-        for param in self._params:
-            if start <= param.data_ptr() < stop and param.device == self._flat.device:
-                param.data = param.detach().clone()
+        for memory in locals_of(self._params):
+            if start <= memory.data_ptr() < stop and memory.device == self._flat.device:
+                memory.data = memory.detach().clone()
 
     @property
     def params(self) -> Sequence[Tensor]:

@@ -1,7 +1,8 @@
 """Leaves: the tensors that the inner optimizers hold, views of the memory that this rank owns.
 
-An atomic parameter has a leaf of its own shape. Splittable neighbours of one group are one flat leaf together, so that
-a thousand small parameters cost an optimizer no more than one large one. With master weights, leaves are views of those
+An atomic parameter has a leaf of its own shape; of a DTensor that its mesh divides, the leaf is a DTensor, too.
+Splittable neighbours of one group are one flat leaf together, so that a thousand small parameters cost an optimizer no
+more than one large one. With master weights, leaves are views of those
 instead of the parameters.
 
 Parameters in one leaf share its state, such as a step counter. When one of them has to be left out of a step, the leaf
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zerostep.dtensors import as_like, local_of, sharding_groups
 from zerostep.plan.layout import Fragment, Layout, Span
 
 
@@ -37,8 +39,8 @@ class Leaf:
 
     def view(self, shard: Tensor) -> Tensor:
         """This leaf's elements of `shard`, a tensor over the whole owned part, in the leaf's own shape."""
-        part = shard[self.span.start : self.span.stop]
-        return part if self.tensor.dim() == 1 else part.as_strided(self.tensor.shape, self.tensor.stride())
+        part, own = shard[self.span.start : self.span.stop], local_of(self.tensor)
+        return as_like(part if own.dim() == 1 else part.as_strided(own.shape, own.stride()), self.tensor)
 
 
 def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Sequence[Tensor]) -> list[Leaf]:
@@ -67,7 +69,10 @@ def _make_leaf(
     span = Span(first.place.start - start, last.place.stop - start) if first.part.length else Span(0, 0)
     part = shard[span.start : span.stop]
     if like is not None:
-        part = part.as_strided(like.shape, like.stride()) if part.numel() else part.view(like.shape)
+        own = local_of(like)
+        part = part.as_strided(own.shape, own.stride()) if part.numel() else part.view(own.shape)
+        # An optimizer that needs the whole of a matrix then works on the whole of it, over the mesh.
+        part = as_like(part, like) if sharding_groups(like) else part
     return Leaf(bucket, span, group, fragments, nn.Parameter(part))
 
 

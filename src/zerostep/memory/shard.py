@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from zerostep.dtensors import local_of
 from zerostep.memory.bucket_memory import FlatBucket
 from zerostep.memory.leaf import Leaf, cut_leaves, split
 from zerostep.plan.buckets import padded_size
@@ -71,10 +72,11 @@ class Shard(FlatBucket):
 
     def _check_unchanged(self, position: int) -> None:
         param, name, (shape, dtype, device) = self._params[position], self._names[position], self._signatures[position]
-        if _signature(param) != (shape, dtype, device):
+        now = _signature(param)
+        if now != (shape, dtype, device):
             raise ValueError(
                 f"parameter {name!r} was {dtype} of shape {tuple(shape)} on {device}, and is now {param.dtype} of "
-                f"shape {tuple(param.shape)} on {param.device}: build the optimizer after the model has its final "
+                f"shape {tuple(now[0])} on {param.device}: build the optimizer after the model has its final "
                 "shapes, dtype and device"
             )
 
@@ -110,4 +112,4 @@ class Shard(FlatBucket):
 
 
 def _signature(param: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return param.shape, param.dtype, param.device
+    return local_of(param).shape, param.dtype, param.device

@@ -23,12 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
+from zerostep.comm.agreement import Fact, agreed, agreed_by_each, facts_of, layout_facts
 from zerostep.comm.background import BackgroundSaves
-from zerostep.comm.mesh import resolve
+from zerostep.comm.mesh import mesh_controls, resolve
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import calling
 from zerostep.comm.value_samples import ValueSamples
+from zerostep.dtensors import sharding_groups
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
 from zerostep.optim.inner_methods import InnerMethods
@@ -40,8 +41,10 @@ from zerostep.plan.groups import (
     Group,
     OptimizerClass,
     all_params,
+    check_dtensors,
     class_of,
     normalise,
+    refuse_dtensors,
     refuse_shared_memory,
     refuse_sparse,
 )
@@ -70,6 +73,10 @@ _VERIFIED_STEPS = 10
 _BARE_ONLY = (
     'update="backward" sums the gradients of a bare module itself, and DDP would keep them: pass the '
     'module without DistributedDataParallel, or use update="step"'
+)
+_EVENLY = (
+    "build the same optimizer on all ranks of the mesh, and let it divide such parameters evenly; or use "
+    "ZeroRedundancyOptimizer, which chooses owners by whole sizes"
 )
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
@@ -155,12 +162,15 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._saves = BackgroundSaves(self._ranks.control)
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
-        with agreed(self._ranks.control) as agreement:
+        across = mesh_controls(self._model.parameters())
+        with agreed_by_each(across) as mesh_agreements, agreed(self._ranks.control) as agreement:
             self._audits = Audits(audit_every, self._health)
             self._build(params, verify)
             broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
             agreement.compare([*self._facts(broadcast), *extra])
+            for each in mesh_agreements:
+                each.compare(self._mesh_facts(), _EVENLY)
             samples = self._sample_unnamed()
         samples.compare(self._ranks.control, must_be_equal=False)
         self._start()
@@ -182,6 +192,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._not_joining = self._join_config
         Optimizer.__init__(self, [self._planner.complete(group) for group in given], {})
         self._check_params()
+        if verify:
+            refuse_dtensors(self.param_groups, "verify", "verify without tensor parallelism")
         self._layout = self._planner.plan(self.param_groups, self.world_size)
 
     def _refuse_for_backward(self, verify: bool | int) -> None:
@@ -196,11 +208,13 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
+        check_dtensors(self.param_groups, dist.get_process_group_ranks(self.process_group))
         if self._ddp is not None:
             self._check_ddp(self._ddp)
 
     def _check_ddp(self, ddp: DistributedDataParallel) -> None:
         self._check_ranks(ddp)
+        refuse_dtensors(self.param_groups, "DistributedDataParallel", "pass the module without it")
         if self._settings.reduction == "scatter":
             self._refuse_foreign(ddp.module)
 
@@ -236,6 +250,16 @@ class ShardedOptimizer(PartitionedOptimizer):
             *broadcast,
             *layout_facts(self._layout, [spec.name for spec in specs]),
         ]
+
+    def _mesh_facts(self) -> list[Fact]:
+        """What must be equal on ranks that hold other blocks of the same parameters."""
+        owned = enumerate(zip(self._layout.params, self._all_params, strict=True))
+        updated_together = [
+            Fact(f"the owner of {spec.name!r}, which is updated as a whole", f"rank {self._layout.owner_of(index)}")
+            for index, (spec, param) in owned
+            if sharding_groups(param) and not (spec.splittable and spec.numel)
+        ]
+        return [Fact("the settings", str(self._settings)), *updated_together]
 
     def _specs_with_model_names(self) -> list[ParamSpec]:
         """The specs with the names of the model, to be compared: in checkpoints unnamed parameters stay unnamed."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.objects import gather_object
+from zerostep.dtensors import local_of
 from zerostep.plan.groups import CLASS_KEY, Group, class_of, options, own_options
 from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.state.consolidate import assemble, pack_groups, to_plain
+from zerostep.state.dtensor_state import as_local_entry
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.leaf_state import LeafStates
 from zerostep.state.load_state_dict import validate
@@ -53,11 +57,12 @@ class ShardedState:
         numbers, buckets = validate(state_dict, self._groups(), optimizers, {}), self._buckets
         if not allow_missing:
             refuse_missing(state_dict, numbers, buckets.layout.params, buckets.params, self.group_optimizer)
-        saved = {numbers[key]: dict(entry) for key, entry in state_dict["state"].items() if key in numbers}
+        entries = {numbers[key]: entry for key, entry in state_dict["state"].items() if key in numbers}
+        saved = {number: as_local_entry(entry, buckets.params[number])[0] for number, entry in entries.items()}
         named = {key: value for key, value in state_dict["state"].items() if key not in numbers}
         chosen = [options(dict(group)) for group in state_dict["param_groups"]]
         self._step.engine.recover()
-        states = {number: DictState(entry, buckets.params[number]) for number, entry in saved.items()}
+        states = {number: DictState(entry, local_of(buckets.params[number])) for number, entry in saved.items()}
         self.leaves.load(states, named, chosen)
         self._step.load_reference(saved, named, chosen)
         self._step.loaded(bool(saved))
@@ -93,4 +98,4 @@ class ShardedState:
 def optimizer_state_bytes(state: Mapping[Any, Any]) -> int:
     """Bytes of all tensors in the state of an optimizer."""
     values = [value for entry in state.values() for value in (entry.values() if isinstance(entry, dict) else [entry])]
-    return sum(getattr(value, "nbytes", 0) for value in values)
+    return sum(local_of(value).nbytes for value in values if isinstance(value, Tensor))

@@ -35,9 +35,11 @@ from zerostep.optim.zero_state import ZeroState
 from zerostep.plan.groups import (
     Group,
     all_params,
+    check_dtensors,
     copy_options,
     normalise,
     options,
+    refuse_dtensors,
     refuse_shared_memory,
     refuse_sparse,
 )
@@ -144,6 +146,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         Optimizer.__init__(self, groups, defaults)
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
+        self._check_dtensors(self.param_groups)
         self.optim = self._build_inner(optimizer_class, defaults)
         self.defaults = {**self.optim.defaults, **defaults}
         copy_options(self.optim.param_groups, self.param_groups)
@@ -152,6 +155,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._step_supports_amp_scaling = True  # so that GradScaler calls step(), which refuses it
             if self.parameters_as_bucket_view:
                 logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
+
+    def _check_dtensors(self, groups: Sequence[Group]) -> None:
+        check_dtensors(groups, dist.get_process_group_ranks(self.process_group))
+        if self._overlap_with_ddp:
+            refuse_dtensors(groups, "overlap_with_ddp=True", "use overlap_with_ddp=False")
 
     def _build_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
         try:
@@ -473,6 +481,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         super().add_param_group(normalise([param_group])[0])
         refuse_sparse(self.param_groups[-1]["params"])
         refuse_shared_memory(self.param_groups)
+        self._check_dtensors(self.param_groups[-1:])
         self._clear_cache()
         self.optim.add_param_group(self._inner_groups()[-1])
         # Of the new group alone: options of the others may have been changed since the last step.

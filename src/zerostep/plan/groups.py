@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerostep.dtensors import check_placements, is_dtensor, local_of
 from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
 
@@ -70,7 +71,8 @@ def refuse_sparse(params: Iterable[Tensor]) -> None:
 
 def refuse_shared_memory(groups: Sequence[Group]) -> None:
     """Raise if two parameters lie over the same memory: each would get an owner, a place and state of its own."""
-    params = {id(param): (param, name) for param, name in zip(all_params(groups), _names(groups), strict=True)}
+    named = zip(all_params(groups), _names(groups), strict=True)
+    params = {id(param): (local_of(param), name) for param, name in named}
     dense = [(param, name) for param, name in params.values() if param.numel() and is_dense(param) and param.data_ptr()]
     end, before, device = 0, "", torch.device("cpu")
     for param, name in sorted(dense, key=lambda entry: (str(entry[0].device), entry[0].data_ptr())):
@@ -80,6 +82,19 @@ def refuse_shared_memory(groups: Sequence[Group]) -> None:
                 "nn.Parameter in both places"
             )
         end, before, device = param.data_ptr() + param.nbytes, name, param.device
+
+
+def check_dtensors(groups: Sequence[Group], divided_by: Sequence[int]) -> None:
+    """Raise `ValueError` for DTensors that cannot be divided among the ranks `divided_by` in addition."""
+    for param, name in zip(all_params(groups), _names(groups), strict=True):
+        check_placements(name, param, divided_by)
+
+
+def refuse_dtensors(groups: Sequence[Group], what: str, remedy: str) -> None:
+    """Raise `ValueError` if some parameter is a DTensor."""
+    for param, name in zip(all_params(groups), _names(groups), strict=True):
+        if is_dtensor(param):
+            raise ValueError(f"parameter {name!r} is a DTensor, which {what} cannot be used with: {remedy}")
 
 
 def _names(groups: Sequence[Group]) -> list[str]:
@@ -119,7 +134,7 @@ def has_or_gets_grad(param: Tensor) -> bool:
 def param_specs(
     groups: Sequence[Group], is_trainable: Callable[[Tensor], bool] = lambda param: param.requires_grad
 ) -> tuple[ParamSpec, ...]:
-    """The specs of all parameters, each to be owned as a whole.
+    """The specs of all parameters, each to be owned as a whole; of a DTensor, of what this rank holds.
 
     A parameter that is listed twice is trainable at its first position only, so that it is sent once.
     """
@@ -132,7 +147,7 @@ def param_specs(
             specs.append(
                 ParamSpec(
                     name=names[position] if names else f"param.{len(specs)}",
-                    shape=tuple(param.shape),
+                    shape=tuple(local_of(param).shape),
                     dtype=str(param.dtype).removeprefix("torch."),
                     device=_device_name(param.device, devices),
                     group=group_index,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -19,7 +20,10 @@ class Ownership:
     def __init__(self, groups: Sequence[Group], world_size: int, in_order: bool = False) -> None:
         self._groups = [dict(group) for group in groups]
         self.params = all_params(groups)
-        self.layout: Layout = plan(param_specs(groups, has_or_gets_grad), world_size, in_order)
+        specs = param_specs(groups, has_or_gets_grad)
+        # By whole sizes: ranks that hold other blocks of a DTensor must choose the same owner, and update it together.
+        weighed = [replace(spec, shape=tuple(param.shape)) for spec, param in zip(specs, self.params, strict=True)]
+        self.layout: Layout = plan(specs, world_size, in_order, weighed)
         self._trainable = [param.requires_grad for param in self.params]
         self._sent = [has_or_gets_grad(param) for param in self.params]
         self._shapes = [param.shape for param in self.params]

@@ -17,10 +17,16 @@ from zerostep.plan.assign import assign, atomic_bucket, largest_first, loads_of,
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
 
 
-def plan(specs: Sequence[ParamSpec], world_size: int, in_order: bool = False) -> Layout:
-    """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable."""
-    sizes = [spec.numel for spec in specs]
-    owners = assign(_mostly_in_order(specs, world_size) if in_order else largest_first(specs), sizes, world_size)
+def plan(
+    specs: Sequence[ParamSpec], world_size: int, in_order: bool = False, weighed: Sequence[ParamSpec] | None = None
+) -> Layout:
+    """Divide `specs` among `world_size` ranks: the same layout on every rank, whatever is trainable.
+
+    Owners are chosen by the sizes of `weighed`, if given: the whole parameters of which `specs` are blocks.
+    """
+    sizes, weighed = [spec.numel for spec in specs], specs if weighed is None else weighed
+    order = _mostly_in_order(weighed, world_size) if in_order else largest_first(weighed)
+    owners = assign(order, [spec.numel for spec in weighed], world_size)
     buckets = [atomic_bucket(specs, members, owners, world_size) for members in _alike(specs, owners)]
     loads = loads_of(((rank, sizes[index]) for index, rank in owners.items()), world_size)
     splittable = [index for index, spec in enumerate(specs) if spec.splittable]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport import GroupTransport, NullTransport, Transport
+from zerostep.dtensors import locals_of
 from zerostep.errors import AuditError
 from zerostep.plan.groups import Group
 from zerostep.plan.layout import ParamSpec
@@ -171,8 +172,10 @@ def _row(subject: AuditSubject) -> _Row:
     # An accelerator, if there is one: what is on the host is copied there without a wait, and nothing the other way.
     devices = [param.device for param in subject.params] or [torch.device("cpu")]
     device = next((device for device in devices if device.type != "cpu"), devices[0])
-    count, read = len(subject.params), [param.nbytes for param in subject.params]
-    parameters = digests((Summand(index, param) for index, param in enumerate(subject.params)), count, device)
+    count, read = len(subject.params), [memory.nbytes for memory in locals_of(subject.params)]
+    parameters = digests(
+        (Summand(index, memory) for index, memory in enumerate(locals_of(subject.params))), count, device
+    )
     wrong = counts(_wrong_masters(subject.masters, read), count, device)
     replicated = len(set(subject.positions)) < len(subject.positions)
     state = digests(_tensors_of_state(subject.param_states(), read) if replicated else (), count, device)

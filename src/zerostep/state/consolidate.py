@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from zerostep.comm.objects import gather_object
 from zerostep.comm.transport import Transport
-from zerostep.plan.groups import Group
+from zerostep.dtensors import is_dtensor, local_of
+from zerostep.plan.groups import Group, all_params
+from zerostep.state.dtensor_state import as_entry_of, as_local_entry
 from zerostep.state.missing import complete_state_dict
 from zerostep.state.param_state import Entry, ParamState, StateDict, shaped
 from zerostep.step.named_state import warn_of_added
@@ -38,18 +40,26 @@ def _indexed(inner: Optimizer, index_of: Mapping[Tensor, int]) -> StateDict:
         for packed, group in zip(state_dict["param_groups"], inner.param_groups, strict=True)
         for local, param in zip(packed["params"], group["params"], strict=True)
     }
-    state = {global_index.get(key, key): value for key, value in state_dict["state"].items()}
+    params, per_element = {index: param for param, index in index_of.items()}, dict[int, list[str]]()
+    state: dict[Any, Any] = {global_index.get(key, key): value for key, value in state_dict["state"].items()}
+    for index in global_index.values():
+        if index in state and is_dtensor(params[index]):
+            state[index], per_element[index] = as_local_entry(state[index], params[index])
     owned = [[global_index[local] for local in packed["params"]] for packed in state_dict["param_groups"]]
-    return {"state": state, "param_groups": [{"params": members} for members in owned]}
+    groups = [{"params": members} for members in owned]
+    return {"state": state, "param_groups": groups, "per_element": per_element}
 
 
 def merge(state_dicts: Sequence[StateDict], groups: Sequence[Group]) -> StateDict:
     """Return what the unsharded optimizer's `state_dict()` would return, and which parameters have no state."""
     # Reversed: of state that every rank has, such as state under a name, the lowest rank's value is kept.
     entries = [item for state_dict in reversed(state_dicts) for item in state_dict["state"].items()]
+    params = all_params(groups)
+    blocks = {index: keys for state_dict in state_dicts for index, keys in state_dict["per_element"].items()}
     # Parameters by index first, then state under a name.
     state = dict(sorted(dict(entries).items(), key=lambda item: (isinstance(item[0], str), item[0])))
-    return complete_state_dict(state, pack_groups(groups))
+    whole = {key: as_entry_of(params[key], each, blocks[key]) if key in blocks else each for key, each in state.items()}
+    return complete_state_dict(whole, pack_groups(groups))
 
 
 def pack_groups(groups: Sequence[Group]) -> list[Group]:
@@ -83,10 +93,13 @@ def to_plain(param_states: Iterable[ParamState]) -> list[dict[str, Any]]:
 def assemble(ranks: Iterable[Sequence[Mapping[str, Any]]], params: Sequence[Tensor]) -> dict[int, Entry]:
     """Return the state of all whole parameters by index, from what `to_plain` gave on every rank, in rank order."""
     entries: dict[int, Entry] = {}
+    per_element: dict[int, set[str]] = {}
     for items in reversed(list(ranks)):  # of shared state, the lowest rank's value is kept
         for item in items:
-            _add_part(entries.setdefault(item["param"], {}), item, params[item["param"]])
-    return dict(sorted(entries.items()))
+            index = item["param"]
+            _add_part(entries.setdefault(index, {}), item, local_of(params[index]))
+            per_element.setdefault(index, set()).update(item["per_element"])
+    return {index: as_entry_of(params[index], entries[index], per_element[index]) for index in sorted(entries)}
 
 
 def _add_part(entry: Entry, item: Mapping[str, Any], param: Tensor) -> None:

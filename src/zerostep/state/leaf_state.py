@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zerostep.memory.leaf import Leaf, view_state
 from zerostep.plan.groups import Group
+from zerostep.state.dtensor_state import as_entry_of
 from zerostep.state.param_state import MASTER, Entry, ParamState, SavedState, entry_for, fits_one_leaf, param_states_of
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers
@@ -89,7 +90,8 @@ class LeafStates:
             _check_divisible(entry, leaf, spec.name)
             return entry
         state = saved[leaf.params[0]]
-        return {key: state.whole(key) for key in state.names()}
+        values = {key: state.whole(key) for key in state.names()}
+        return as_entry_of(leaf.tensor, values, [key for key in values if state.is_per_element(key)])
 
 
 def _check_divisible(entry: Entry, leaf: Leaf, name: str) -> None:

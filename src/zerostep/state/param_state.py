@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zerostep.dtensors import local_of, whole_of
 from zerostep.memory.leaf import Leaf, view_state
 from zerostep.plan.layout import Layout, Span
 from zerostep.tensors import flat_alias, is_dense
@@ -50,7 +51,7 @@ def param_states_of(
                 per_element = {key: entry[key].reshape(-1) for key in names}
             else:
                 entry, per_element = state, flat_per_element(state, param)
-            shared = {key: value for key, value in entry.items() if key not in per_element}
+            shared = {key: whole_of(value) for key, value in entry.items() if key not in per_element}
             yield ParamState(fragment.param, fragment.part, per_element, shared)
 
 
@@ -146,6 +147,7 @@ def _concat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _flat(value: Tensor, param: Tensor) -> Tensor:
+    value, param = local_of(value), local_of(param)
     if not is_dense(param):
         return value.detach().contiguous().view(-1)
     if not is_dense(value) or order_of(value) != order_of(param):

@@ -25,6 +25,7 @@ from zerostep.comm.exchange import Exchange
 from zerostep.comm.exchange import connect as connect_exchange
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.transport import Presence
+from zerostep.dtensors import local_grad
 from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.backward_end import BackwardEnd
@@ -39,6 +40,7 @@ from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.iteration import Iteration, Phase
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_rows import LateRows
+from zerostep.step.mesh_sums import MeshSums
 from zerostep.step.pass_failure import PassFailure
 from zerostep.step.pass_messages import PassMessages
 from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
@@ -92,7 +94,8 @@ class Engine:
         self._backward_update = BackwardUpdate(self.buckets, self._updater, self._control, timer)
         sink = self._backward_update if self._in_backward else self.sums
         self.reduction = Reduction(plan, self._sum_replicas, timer, sink, weakly(self._collect))
-        kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, settings.reduction)
+        self._mesh_sums = MeshSums(params, first)
+        kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, self._mesh_sums, settings.reduction)
         self.grad_ops: ShardedGradOps | AppliedGradOps = AppliedGradOps() if self._in_backward else kept
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._used_in_pass: set[int] = set()
@@ -136,6 +139,7 @@ class Engine:
             self.end_pass()
             self.read_messages()  # they are about the parameters that there were
             self.buckets.extend(layout, params)
+            self._mesh_sums.extend(params)
             plan = self._plan()
             self.reduction.extend(plan)
             self.sums.extend(plan)
@@ -441,7 +445,7 @@ class Engine:
         """Send a whole gradient of earlier passes along, as DDP does: another rank may have used the parameter."""
         grad = self.buckets.params[index].grad
         if grad is not None:
-            self._take(index, grad)
+            self._take(index, local_grad(grad, self.buckets.params[index]))
             self._taken_along.add(index)
 
     def _end_backward_update(self) -> BaseException | None:

@@ -8,6 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from zerostep.dtensors import local_of
 from zerostep.plan.buckets import padded_size
 from zerostep.step.reduction_plan import ReductionPlan, Run
 
@@ -83,7 +84,7 @@ class GradBuffers:
     def _write(self, param: int, grad: Tensor) -> None:
         bucket, span = self._plan.layout.place_of(param)
         place = self._memory(bucket)[span.start : span.stop]
-        like = self._plan.params[param]
+        like = local_of(self._plan.params[param])
         self._scale_into(place.as_strided(like.shape, like.stride(), place.storage_offset()), grad)
 
     @torch.no_grad()  # with create_graph=True gradients have graphs of their own

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport import Transport
+from zerostep.dtensors import local_of
 from zerostep.plan.layout import Fragment
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.grad_sums import GradSums
-from zerostep.step.norms import combine, power_sum, root
+from zerostep.step.mesh_sums import MeshSums
+from zerostep.step.norms import add_up, combine, power_sum, root
 from zerostep.step.scaled_sum import multiply
 
 
@@ -44,9 +46,16 @@ class ShardedGradOps:
     """
 
     def __init__(
-        self, passes: ref[Any], buckets: BucketShards, sums: GradSums, transport: Transport, mode: str
+        self,
+        passes: ref[Any],
+        buckets: BucketShards,
+        sums: GradSums,
+        transport: Transport,
+        mesh: MeshSums,
+        mode: str,
     ) -> None:
         self._passes_ref, self._buckets, self._sums, self._transport = passes, buckets, sums, transport
+        self._mesh = mesh
         self._scattered = mode == "scatter"
         self._norms: tuple[float, dict[int, Tensor]] | None = None
 
@@ -64,14 +73,18 @@ class ShardedGradOps:
             # Zeros count: those in a bucket that stand for parameters without a gradient must not.
             norms = self._norms_of(self._settled(), norm_type)
             return torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.sum()
-        return root(
-            self._together(power_sum(self._all_parts(), norm_type, self._device).view(1), norm_type)[0], norm_type
-        )
+        by_kind = self._parts_by_kind() if self._mesh.divides else [self._all_parts()]
+        sums = torch.stack([power_sum(parts, norm_type, self._device) for parts in by_kind])
+        together = self._mesh.add_up(self._together(sums, norm_type), range(len(by_kind)), norm_type)
+        return root(add_up(together, norm_type), norm_type)
 
     def _norms_of(self, params: Sequence[int], norm_type: float) -> Tensor:
         """The norm of each of some gradients; a collective if it is in parts."""
         sums = [power_sum(self._parts([index]), norm_type, self._device) for index in params]
-        return root(self._together(torch.stack(sums), norm_type), norm_type) if sums else self._no_norms()
+        if not sums:
+            return self._no_norms()
+        kinds = [self._mesh.kind_of(index) for index in params]
+        return root(self._mesh.add_up(self._together(torch.stack(sums), norm_type), kinds, norm_type), norm_type)
 
     def _together(self, sums: Tensor, norm_type: float) -> Tensor:
         return combine(self._buckets.exchanges[0], sums, norm_type) if self._scattered else sums
@@ -116,6 +129,21 @@ class ShardedGradOps:
             return [parts[bucket] for bucket in self._buckets.buckets_of(list(used))]
         return self._parts(used)
 
+    def _parts_by_kind(self) -> list[list[Tensor]]:
+        """The owned parts of all gradients, by the groups over which their elements are spread."""
+        parts: list[list[Tensor]] = [[] for _ in range(self._mesh.count)]
+        self._settle()
+        if not self._scattered:
+            for index in sorted(self._sums.used):
+                parts[self._mesh.kind_of(index)] += self._parts([index])
+            return parts
+        for bucket in self._buckets.buckets_of(list(self._sums.used)):
+            start = self._buckets.layout.buckets[bucket].owned(self._buckets.rank).start
+            for kind, run in self._mesh.runs(self._buckets.layout.fragments_in(bucket, self._buckets.rank)):
+                whole = self._sums.parts[bucket]
+                parts[kind].append(whole[run[0].place.start - start : run[-1].place.stop - start])
+        return parts
+
     def _settle(self) -> None:
         self._passes.settle()
         self._passes.finish()
@@ -148,7 +176,8 @@ class ShardedGradOps:
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply by `inverse`, and set `found_inf` on all ranks if any rank finds a number that is not finite."""
         self.edit(params, lambda part: torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse))
-        self._transport.start_all_reduce(found_inf).wait()
+        for transport in (self._transport, *self._mesh.transports):
+            transport.start_all_reduce(found_inf).wait()
         found_inf.clamp_(max=1.0)
 
     def _refuse_joining(self) -> None:
@@ -162,7 +191,7 @@ class ShardedGradOps:
         """The owned parts of some gradients, or all of each where gradients are whole."""
         if not self._scattered:
             whole = [self._buckets.params[index].grad for index in params]
-            return [grad for grad in whole if grad is not None]
+            return [local_of(grad) for grad in whole if grad is not None]
         parts = [self._part(fragment) for index in params for fragment in self._fragments(index)]
         return [part for part in parts if part is not None]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zerostep.comm import stream
 from zerostep.comm.agreement import Fact
 from zerostep.comm.mesh import Ranks
+from zerostep.dtensors import describe_placements, local_of, locals_of
 from zerostep.plan.groups import param_specs
 from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
@@ -41,12 +42,15 @@ def broadcast_facts(tensors: Sequence[Titled]) -> list[Fact]:
 
 
 def _describe(spec: ParamSpec, tensor: Tensor) -> str:
-    strides = f", strides {tensor.stride()}" if tensor.layout == torch.strided and is_dense(tensor) else ""
-    return f"{spec.name}, shape {spec.shape}, {spec.dtype}, on {spec.device}{strides}"
+    memory, placements = local_of(tensor), describe_placements(tensor)
+    strides = f", strides {memory.stride()}" if memory.layout == torch.strided and is_dense(memory) else ""
+    whole = f", {placements}" if placements else ""
+    return f"{spec.name}, shape {spec.shape}, {spec.dtype}, on {spec.device}{strides}{whole}"
 
 
 def broadcast_values(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
     """Overwrite tensors with those of rank 0, across the replicas and then inside each of them. A collective."""
+    tensors = locals_of(tensors)
     copies = [tensor.detach() if is_dense(tensor) else tensor.detach().contiguous() for tensor in tensors]
     with torch.no_grad():
         for transport in (ranks.replicas, ranks.shards):

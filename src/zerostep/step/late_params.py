@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerostep.comm.exchange import PendingGather
+from zerostep.dtensors import local_of
 from zerostep.step.labels import PhaseTimer
 
 
@@ -104,7 +106,8 @@ class PendingBucket:
 
     def _derive(self, own: type[Tensor]) -> None:
         make: Any = type(own)  # the metaclass
-        self._late_classes[own] = make(f"Late{own.__name__}", (_Late, own), {"__slots__": (), "pending_bucket": self})
+        bases = (_LateDTensor, own) if issubclass(own, DTensor) else (_Late, own)
+        self._late_classes[own] = make(f"Late{own.__name__}", bases, {"__slots__": (), "pending_bucket": self})
 
 
 class _Late:
@@ -143,6 +146,22 @@ class _Late:
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.pending_bucket.wait()
         return self.__reduce_ex__(protocol)
+
+
+class _LateDTensor(_Late):
+    """The same for a DTensor, whose memory can be had without a function of torch."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> Any:
+        self.pending_bucket.wait()
+        return local_of(self)  # type: ignore[arg-type]
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: Any) -> None:
+        self.pending_bucket.wait()
+        self._local_tensor = value  # by its own class
 
 
 def _has_failed(target: Any) -> bool:

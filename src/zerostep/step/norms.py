@@ -25,7 +25,12 @@ def power_sum(parts: Iterable[Tensor], norm_type: float, device: torch.device) -
 
 def combine(exchange: Exchange, sums: Tensor, norm_type: float) -> Tensor:
     """The contributions of all ranks together, the same numbers on every rank; one small collective."""
-    return _add_up(exchange.all_gather_values(sums), norm_type, powers=True)
+    return add_up(exchange.all_gather_values(sums), norm_type)
+
+
+def add_up(sums: Tensor, norm_type: float) -> Tensor:
+    """Several contributions together, over the first dimension."""
+    return _add_up(sums, norm_type, powers=True)
 
 
 def root(total: Tensor, norm_type: float) -> Tensor:

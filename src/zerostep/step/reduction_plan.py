@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
+from zerostep.dtensors import locals_of
 from zerostep.plan.layout import Layout, Span
 from zerostep.plan.layout_planner import Settings
 
@@ -62,7 +63,7 @@ class ReductionPlan:
     def holdable(self) -> bytes:
         """For each parameter, whether any dense gradient of it may be held as it is: its elements lie in order now."""
         with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
-            contiguous = [param.is_contiguous() for param in self.params]
+            contiguous = [memory.is_contiguous() for memory in locals_of(self.params)]
         return bytes(map(and_, self.held_back, contiguous))
 
     def runs(self, holdable: bytes) -> list[list[Run]]:

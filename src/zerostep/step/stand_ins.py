@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from zerostep.dtensors import local_grad
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.sharded_grad import ShardedGradient
 
@@ -49,15 +50,20 @@ class StandIns:
         self._whole[index] = ref(grad)
 
     def take_grad(self, index: int) -> tuple[Tensor | None, bool]:
-        """This rank's own gradient, if there is one, and whether it adds to one that was reduced before."""
-        grad = self._buckets.params[index].grad
+        """This rank's own gradient, if there is one, and whether it adds to one that was reduced before.
+
+        That of a DTensor is brought to the parameter's placements, which may be a collective over its mesh.
+        """
+        param = self._buckets.params[index]
+        grad = param.grad
         if type(grad) is not ShardedGradient:
-            return grad, False
+            return None if grad is None else local_grad(grad, param), False
         if grad is not self._stand_ins.get(index):
             raise RuntimeError(
                 "another ShardedOptimizer holds the gradient of this parameter: drop it before building a new one"
             )
-        return grad.take_arrived(), True
+        arrived = grad.take_arrived()
+        return None if arrived is None else local_grad(arrived, param), True
 
     def take_all(self, params: Sequence[int]) -> list[Tensor | None]:
         """This rank's own gradients of some parameters, whose place stand-ins take."""

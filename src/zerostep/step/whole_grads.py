@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from zerostep.dtensors import as_like, local_grad, local_of
 from zerostep.plan.buckets import padded_size
 from zerostep.plan.layout import Fragment
 from zerostep.step.bucket_shards import BucketShards
@@ -17,7 +18,8 @@ def whole_grad(buckets: BucketShards, sums: Mapping[int, Tensor], index: int) ->
     """The whole gradient of a parameter, from the whole sum of its bucket."""
     bucket, span = buckets.layout.place_of(index)
     param, place = buckets.params[index], sums[bucket][span.start : span.stop]
-    return place.as_strided(param.shape, param.stride(), place.storage_offset()).to(param.dtype)
+    like = local_of(param)
+    return as_like(place.as_strided(like.shape, like.stride(), place.storage_offset()).to(param.dtype), param)
 
 
 def owned_part(buckets: BucketShards, bucket: int) -> Tensor:
@@ -50,13 +52,14 @@ def gather_sums(buckets: BucketShards, sums: Mapping[int, Tensor], used: Iterabl
         memory[owned.start : owned.stop].copy_(part)
         buckets.exchange(bucket).gather(memory, where).wait()
         for slot in where.slots:
-            like, place = buckets.params[slot.param], memory[slot.span.start : slot.span.stop]
+            like, place = local_of(buckets.params[slot.param]), memory[slot.span.start : slot.span.stop]
             whole[slot.param] = place.as_strided(like.shape, like.stride(), place.storage_offset())
     return {index: whole[index] for index in used}
 
 
 def _elements(grad: Tensor, param: Tensor, fragment: Fragment) -> Tensor:
     """A fragment of a whole gradient, in the order of the parameter's memory."""
+    grad, param = local_grad(grad, param), local_of(param)
     if grad.layout != torch.strided:
         grad = grad.to_dense()
     if grad.stride() != param.stride():

@@ -1,0 +1,380 @@
+"""`ShardedOptimizer` inside the dp dimension of a mesh, with DTensor parameters, against plain torch.optim on them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.optim import SGD, AdamW, Muon
+
+from tests.helpers.meshes import (
+    Place,
+    average,
+    batches,
+    build,
+    global_norm,
+    local_of,
+    loss_of,
+    place,
+    sequence_parallel,
+    tensor_parallel,
+    train_plain,
+    whole,
+)
+from tests.helpers.pool import Pool
+from zerostep import ShardedOptimizer
+
+STEPS = 5
+MESHES = [(2, 2), (1, 2), (2, 1), (4, 1), (1, 4)]
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+
+Styles = Callable[[], dict[str, Any]]
+
+
+def _mixed(model: nn.Module) -> list[dict[str, Any]]:
+    """Muon for the matrices, AdamW for the rest."""
+    matrices = [(name, param) for name, param in model.named_parameters() if param.dim() == 2]
+    others = [(name, param) for name, param in model.named_parameters() if param.dim() != 2]
+    return [
+        {"params": matrices, "optimizer_class": Muon, "lr": 0.02},
+        {"params": others, "optimizer_class": AdamW, **ADAMW},
+    ]
+
+
+class _Both:
+    """Two optimizers of torch as one."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.all = []
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "optimizer_class")}
+            self.all.append(group["optimizer_class"](group["params"], **options))
+
+    def zero_grad(self) -> None:
+        for optimizer in self.all:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.all:
+            optimizer.step()
+
+
+def _plain_optimizer(kind: Any, model: nn.Module) -> Any:
+    if kind == "muon":
+        return _Both(_mixed(model))
+    return kind(model.named_parameters(), **(ADAMW if kind is AdamW else MOMENTUM))
+
+
+def _sharded(kind: Any, model: nn.Module, here: Place, **settings: Any) -> ShardedOptimizer:
+    if kind == "muon":
+        return ShardedOptimizer(model, AdamW, _mixed(model), process_group=here.dp, **settings)
+    return ShardedOptimizer(model, kind, process_group=here.dp, **settings, **(ADAMW if kind is AdamW else MOMENTUM))
+
+
+def _assert_equal(ours: Any, theirs: Any, close: float = 0.0) -> None:
+    for (name, mine), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert type(mine) is type(their), name
+        gap = (local_of(mine) - local_of(their)).abs().max() if local_of(mine).numel() else torch.zeros(())
+        assert float(gap) <= close * max(1.0, float(local_of(their).abs().max())), f"{name} is off by {float(gap)}"
+
+
+def _train(
+    model: nn.Module, optimizer: ShardedOptimizer, data: list[tuple[Tensor, Tensor]], most: float | None = None
+) -> list[float]:
+    norms = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        if most is not None:
+            norms.append(float(optimizer.clip_grad_norm_(most)))
+        optimizer.step()
+    optimizer.synchronize()
+    return norms
+
+
+def _contest(
+    group: ProcessGroup, shape: tuple[int, int], kind: Any, styles: Styles, settings: dict[str, Any], hidden: int = 12
+) -> None:
+    here = place(*shape)
+    model, plain = build(here, styles, hidden), build(here, styles, hidden)
+    data = batches(here, STEPS)
+    train_plain(here, plain, _plain_optimizer(kind, plain), data)
+    _train(model, _sharded(kind, model, here, bucket_mb=0.0005, **settings), data)
+    # With four replicas the terms of a sum come in another order.
+    _assert_equal(model, plain, 1e-6 if shape[0] > 2 else 0.0)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "step": {},
+    "forward": {"gather": "forward"},
+    "backward": {"update": "backward"},
+    "backward, forward": {"update": "backward", "gather": "forward"},
+    "all": {"reduction": "all"},
+    "parameters": {"partition": "parameters"},
+}
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
+@pytest.mark.parametrize("kind", [AdamW, SGD, "muon"], ids=["adamw", "sgd", "muon"])
+def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int], styles: Styles, kind: Any) -> None:
+    pool.run(_contest, 4, shape, kind, styles, {"gather": "forward"})
+
+
+@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
+@pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_equal(pool: Pool, mode: str, kind: Any, styles: Styles) -> None:
+    pool.run(_contest, 4, (2, 2), kind, styles, MODES[mode])
+
+
+class _Uneven(nn.Module):
+    """Rows that four ranks cannot divide evenly: some have one more, one has none."""
+
+    def __init__(self, here: Place) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.rows = self._param(here, torch.randn(5, 3, generator=generator), 0)
+        self.columns = self._param(here, torch.randn(2, 7, generator=generator), 1)
+        self.both = nn.Parameter(torch.randn(4, generator=generator))
+
+    def _param(self, here: Place, value: Tensor, dim: int) -> nn.Parameter:
+        return nn.Parameter(distribute_tensor(value, here.tp, [Shard(dim)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = whole((self.rows * self.rows).sum()) + whole((self.columns * 3.0).sin().sum())
+        return total * x.mean() + (self.both * x.mean()).sum()
+
+
+def _unevenly(group: ProcessGroup, shape: tuple[int, int], kind: Any) -> None:
+    here = place(*shape)
+    model, plain = _Uneven(here), _Uneven(here)
+    options = ADAMW if kind is AdamW else MOMENTUM
+    optimizer, theirs = _sharded(kind, model, here), kind(plain.parameters(), **options)
+    norms: list[list[float]] = [[], []]
+    for x, _ in batches(here, STEPS):
+        optimizer.zero_grad()
+        model(x).backward()
+        norms[0].append(float(optimizer.grad_norm()))
+        optimizer.step()
+        theirs.zero_grad()
+        plain(x).backward()
+        average(here, list(plain.parameters()))
+        norms[1].append(float(global_norm(list(plain.parameters()))))
+        theirs.step()
+    _assert_equal(model, plain)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=str)
+def test_a_mesh_that_divides_unevenly(pool: Pool, shape: tuple[int, int], kind: Any) -> None:
+    pool.run(_unevenly, 4, shape, kind)
+
+
+# ---------------------------------------------------------------------- numbers of all gradients
+
+
+def _clipped(group: ProcessGroup, shape: tuple[int, int], styles: Styles, mode: str) -> None:
+    here = place(*shape)
+    model, plain = build(here, styles), build(here, styles)
+    data, most = batches(here, STEPS), 0.05
+    expected = train_plain(here, plain, _plain_optimizer(AdamW, plain), data, most)
+    found = _train(model, _sharded(AdamW, model, here, **MODES[mode]), data, most)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert max(expected) > most  # something was clipped
+    _assert_equal(model, plain, 1e-5)  # the factor is rounded once more or less
+
+
+@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+def test_the_norm_counts_each_element_of_the_mesh_once(pool: Pool, shape: tuple[int, int], styles: Styles) -> None:
+    for mode in ("forward", "all"):
+        pool.run(_clipped, 4, shape, styles, mode)
+
+
+def _orders(group: ProcessGroup) -> None:
+    here = place(2, 2)
+    model, plain = build(here), build(here)
+    optimizer = _sharded(SGD, model, here)
+    batch = batches(here, 1)[0]
+    loss_of(model, batch).backward()
+    loss_of(plain, batch).backward()
+    average(here, list(plain.parameters()))
+    grads = [whole(param.grad).flatten() for param in plain.parameters()]
+    for order in (1.0, 2.0, 3.0, float("inf"), -float("inf"), 0.0):
+        norms = torch.stack([torch.linalg.vector_norm(grad, order) for grad in grads])
+        expected = float(torch.linalg.vector_norm(norms, order))
+        assert float(optimizer.grad_norm(order)) == pytest.approx(expected, rel=1e-5), order
+    # torch's own function sees stand-ins, which are of one kind, whatever the parameters are.
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert float(total) == pytest.approx(float(global_norm(list(plain.parameters()))), rel=1e-6)
+
+
+def test_norms_of_every_order(pool: Pool) -> None:
+    pool.run(_orders, 4)
+
+
+def _scaled(group: ProcessGroup, styles: Styles) -> None:
+    here = place(2, 2)
+    model, plain = build(here, styles), build(here, styles)
+    optimizer = _sharded(AdamW, model, here)
+    before = [local_of(param).clone() for param in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step, (x, y) in enumerate(batches(here, STEPS)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x, y))).backward()
+        if step == 0 and here.replica == 1 and here.tp.get_local_rank() == 1:
+            # One element on one rank, of a parameter that the mesh divides: nobody may step.
+            grad: Any = model.up.weight.grad
+            grad.ops().edit([grad.param], lambda part: part.fill_(float("inf")))
+        elif step == 0:
+            grad = model.up.weight.grad
+            grad.ops().edit([grad.param], lambda part: part)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 0:
+            same = [torch.equal(local_of(param), old) for param, old in zip(model.parameters(), before, strict=True)]
+            assert all(same), "a rank has stepped though another has found an infinite gradient"
+            assert scaler.get_scale() == 512.0
+    theirs = _plain_optimizer(AdamW, plain)
+    train_plain(here, plain, theirs, batches(here, STEPS)[1:])
+    optimizer.synchronize()
+    _assert_equal(model, plain, 1e-6)
+
+
+@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
+def test_an_infinite_gradient_anywhere_in_the_mesh_skips_the_step(pool: Pool, styles: Styles) -> None:
+    pool.run(_scaled, 4, styles)
+
+
+# ---------------------------------------------------------------------- several passes, masters, late parameters
+
+
+def _accumulated(group: ProcessGroup, how: str, styles: Styles) -> None:
+    here = place(2, 2)
+    model, plain = build(here, styles), build(here, styles)
+    optimizer, theirs = _sharded(AdamW, model, here, gather="forward"), _plain_optimizer(AdamW, plain)
+    data = batches(here, 8)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        if how == "no_sync":
+            with optimizer.no_sync():
+                loss_of(model, first).backward()
+        else:
+            loss_of(model, first).backward()
+        loss_of(model, second).backward()
+        optimizer.step()
+        theirs.zero_grad()
+        loss_of(plain, first).backward()
+        loss_of(plain, second).backward()
+        average(here, list(plain.parameters()))
+        theirs.step()
+    optimizer.synchronize()
+    # Without no_sync() each pass is averaged by itself.
+    _assert_equal(model, plain, 0.0 if how == "no_sync" and styles is tensor_parallel else 1e-6)
+
+
+@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
+@pytest.mark.parametrize("how", ["no_sync", "two passes"])
+def test_gradients_of_several_passes_add_up(pool: Pool, how: str, styles: Styles) -> None:
+    pool.run(_accumulated, 4, how, styles)
+
+
+def _with_masters(group: ProcessGroup, kind: Any) -> None:
+    here = place(2, 2)
+    model, plain = build(here).bfloat16(), build(here).bfloat16()
+    masters = build(here)
+    for low, high in zip(plain.parameters(), masters.parameters(), strict=True):
+        local_of(high).copy_(local_of(low))
+    optimizer = _sharded(kind, model, here, master_dtype=torch.float32, reduce_dtype=torch.float32)
+    theirs = _plain_optimizer(kind, masters)
+    for x, y in batches(here, STEPS):
+        optimizer.zero_grad()
+        loss_of(model, (x.bfloat16(), y.bfloat16())).backward()
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(plain, (x.bfloat16(), y.bfloat16())).backward()
+        for low, high in zip(plain.parameters(), masters.parameters(), strict=True):
+            assert low.grad is not None
+            high.grad = low.grad.float()
+        average(here, list(masters.parameters()))
+        theirs.step()
+        for low, high in zip(plain.parameters(), masters.parameters(), strict=True):
+            local_of(low).copy_(local_of(high))
+    _assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
+def test_masters_of_dtensors(pool: Pool, kind: Any) -> None:
+    pool.run(_with_masters, 4, kind)
+
+
+def _late(group: ProcessGroup, read: str) -> None:
+    here = place(2, 2)
+    model, plain = build(here), build(here)
+    data = batches(here, 2)
+    train_plain(here, plain, _plain_optimizer(AdamW, plain), data)
+    optimizer = _sharded(AdamW, model, here, gather="forward", bucket_mb=0.0005)
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    assert type(model.up.weight) is not DTensor, "nothing is in flight, so nothing is shown"
+    param: Any = model.up.weight
+    if read == "local":
+        with torch.no_grad():
+            found = param.to_local()
+    else:
+        found = param._local_tensor if read == "slot" else param.full_tensor()
+    expected: Any = plain.up.weight
+    expected = expected.full_tensor() if read == "full" else expected.to_local()
+    assert torch.equal(found, expected)
+    _assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("read", ["local", "slot", "full"])
+def test_whoever_reads_a_late_dtensor_waits(pool: Pool, read: str) -> None:
+    pool.run(_late, 4, read)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def _refused(group: ProcessGroup) -> None:
+    here = place(2, 2)
+    model = build(here)
+    with pytest.raises(ValueError, match="among which this optimizer divides its state, too"):
+        ShardedOptimizer(model, AdamW, process_group=here.tp)
+    with pytest.raises(ValueError, match="among which this optimizer divides its state, too"):
+        ShardedOptimizer(model, AdamW)
+    with pytest.raises(ValueError, match="is a DTensor, which verify cannot be used with"):
+        ShardedOptimizer(model, AdamW, process_group=here.dp, verify=True)
+    partial = nn.Module()
+    partial.sum = nn.Parameter(DTensor.from_local(torch.ones(3), here.tp, [Partial()], run_check=False))
+    with pytest.raises(ValueError, match="is a partial sum over its mesh"):
+        ShardedOptimizer(partial, AdamW, process_group=here.dp)
+    optimizer = ShardedOptimizer(model, AdamW, process_group=here.dp)
+    assert optimizer.stats().world_size == 2
+
+
+def test_what_cannot_be_divided_is_refused(pool: Pool) -> None:
+    pool.run(_refused, 4)
+
+
+def _one_rank_fails(group: ProcessGroup) -> None:
+    """A rank that fails in the constructor: ranks with other blocks of the parameters fail with it."""
+    here = place(2, 2)
+    model = build(here)
+    wrong = here.replica == 0 and here.tp.get_local_rank() == 0
+    with pytest.raises(ValueError, match="lr"):
+        ShardedOptimizer(model, AdamW, process_group=here.dp, lr=-1.0 if wrong else 1.0)
+    _train(model, _sharded(AdamW, model, here), batches(here, 1))
+
+
+def test_an_error_of_one_rank_reaches_the_whole_mesh(pool: Pool) -> None:
+    pool.run(_one_rank_fails, 4)
