@@ -14,10 +14,12 @@ from torch.optim import AdamW
 
 from tests.helpers.parallel_transformer import DIMENSIONS, batches, build, named, parallelize
 from tests.helpers.pool import Pool
+from zerostep import ShardedOptimizer
 
 STEPS = 50
 FEW = 10  # are enough to show that the model itself is right
 OPTIONS: dict[str, Any] = {"lr": 0.01}
+BUCKETS = 0.01  # megabytes: several buckets
 Shape = tuple[int, int, int]
 
 
@@ -95,3 +97,40 @@ def _assert_as_on_one_process(found: list[list[float]], replicas: int, steps: in
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_the_model_learns_as_on_one_process_with_plain_optimizers(pool: Pool, shape: Shape) -> None:
     _assert_as_on_one_process(pool.run(_by_hand, 4, shape, FEW), shape[0] * shape[1], FEW)
+
+
+# With optimizers that divide state.
+
+
+def _divided(group: ProcessGroup, shape: Shape, options: dict[str, Any]) -> list[float]:
+    ranks = Ranks(shape)
+    model = parallelize(build(), ranks.mesh)
+    optimizer = ShardedOptimizer(
+        model, AdamW, groups(model, ranks), process_group=ranks.data, bucket_mb=BUCKETS, **OPTIONS, **options
+    )
+
+    def step(words: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(words)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return ranks.losses(STEPS, step)
+
+
+def groups(model: nn.Module, ranks: Ranks) -> list[dict[str, Any]]:
+    """Experts with the group of their replicas, where that is not the group of all others."""
+    if ranks.mesh["experts"].size() == 1:
+        return [{"params": list(model.named_parameters())}]
+    own = {"params": named(model, experts=True), "process_group": ranks.copies}
+    return [{"params": named(model, experts=False)}, own]
+
+
+MODES: list[dict[str, Any]] = [{}, {"gather": "forward"}, {"update": "backward"}]
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_a_parallel_transformer_learns_as_on_one_process(pool: Pool, options: dict[str, Any]) -> None:
+    found = pool.run(_divided, 4, (2, 1, 2), options, deadline=150)
+    _assert_as_on_one_process(found, 2, STEPS)

@@ -61,13 +61,16 @@ NAMED_SHAPES: Mapping[str, Callable[[], Iterator[NamedShape]]] = {
 
 # How Megatron divides these models over ranks of tensor parallelism: embeddings and heads by words, the first matrix of
 # a pair by its outputs, the second by its inputs. GPT-2 has (inputs, outputs), Llama (outputs, inputs).
-_DIVIDED: Mapping[str, int] = {
-    **{"wte.weight": 0, "c_attn.weight": 1, "c_attn.bias": 0, "c_fc.weight": 1, "c_fc.bias": 0, "c_proj.weight": 0},
-    **{"embed_tokens.weight": 0, "q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1},
-    **{"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1, "lm_head.weight": 0},
+_DIVIDED: Mapping[int, tuple[str, ...]] = {
+    0: (
+        *("wte.weight", "c_attn.bias", "c_fc.bias", "c_proj.weight"),
+        *("embed_tokens.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight"),
+        *("gate_proj.weight", "up_proj.weight", "lm_head.weight"),
+    ),
+    1: ("c_attn.weight", "c_fc.weight", "o_proj.weight", "down_proj.weight"),
 }
 
 
 def divided_dimension(name: str) -> int | None:
     """Return the dimension in which tensor parallelism divides a parameter; `None` if every rank has all of it."""
-    return _DIVIDED.get(".".join(name.split(".")[-2:]))
+    return next((dim for dim, endings in _DIVIDED.items() if name.endswith(endings)), None)
