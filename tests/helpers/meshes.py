@@ -86,7 +86,7 @@ def build(here: Place, styles: Callable[[], dict[str, ParallelStyle]] = tensor_p
         size, rank = here.tp.size(), here.tp.get_local_rank()
         model.window = slice(rank * WINDOW // size, (rank + 1) * WINDOW // size)
         del model.scale  # an ordinary parameter would see only a part of the sequence
-        model.scale = torch.ones(WIDTH)
+        model.register_buffer("scale", torch.ones(WIDTH))
     parallelize_module(model, here.tp, styles())
     return model
 
@@ -120,7 +120,11 @@ def average(here: Place, params: Sequence[Tensor]) -> None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def global_norm(params: Sequence[Tensor]) -> Tensor:

@@ -1,13 +1,14 @@
 """`ShardedOptimizer` inside the dp dimension of a mesh, with DTensor parameters, against plain torch.optim on them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Muon
 
 from tests.helpers.meshes import (
@@ -16,6 +17,7 @@ from tests.helpers.meshes import (
     batches,
     build,
     global_norm,
+    largest,
     local_of,
     loss_of,
     place,
@@ -78,8 +80,8 @@ def _sharded(kind: Any, model: nn.Module, here: Place, **settings: Any) -> Shard
 def _assert_equal(ours: Any, theirs: Any, close: float = 0.0) -> None:
     for (name, mine), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert type(mine) is type(their), name
-        gap = (local_of(mine) - local_of(their)).abs().max() if local_of(mine).numel() else torch.zeros(())
-        assert float(gap) <= close * max(1.0, float(local_of(their).abs().max())), f"{name} is off by {float(gap)}"
+        gap = largest(local_of(mine) - local_of(their))
+        assert gap <= close * max(1.0, largest(local_of(their))), f"{name} is off by {gap}"
 
 
 def _train(
@@ -219,6 +221,10 @@ def test_norms_of_every_order(pool: Pool) -> None:
     pool.run(_orders, 4)
 
 
+def _multiply(factor: float, part: Tensor) -> None:
+    part.mul_(factor)
+
+
 def _scaled(group: ProcessGroup, styles: Styles) -> None:
     here = place(2, 2)
     model, plain = build(here, styles), build(here, styles)
@@ -228,13 +234,12 @@ def _scaled(group: ProcessGroup, styles: Styles) -> None:
     for step, (x, y) in enumerate(batches(here, STEPS)):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, (x, y))).backward()
-        if step == 0 and here.replica == 1 and here.tp.get_local_rank() == 1:
-            # One element on one rank, of a parameter that the mesh divides: nobody may step.
-            grad: Any = model.up.weight.grad
-            grad.ops().edit([grad.param], lambda part: part.fill_(float("inf")))
-        elif step == 0:
-            grad = model.up.weight.grad
-            grad.ops().edit([grad.param], lambda part: part)
+        if step == 0:
+            # On one rank alone, in parameters that the mesh divides: nobody may step.
+            grads: list[Any] = [model.up.weight.grad, model.down.weight.grad]
+            here_too = here.replica == 1 and here.tp.get_local_rank() == 1
+            factor = float("inf") if here_too else 1.0
+            grads[0].ops().edit([grad.param for grad in grads], partial(_multiply, factor))
         scaler.step(optimizer)
         scaler.update()
         if step == 0:
@@ -334,6 +339,7 @@ def _late(group: ProcessGroup, read: str) -> None:
     expected: Any = plain.up.weight
     expected = expected.full_tensor() if read == "full" else expected.to_local()
     assert torch.equal(found, expected)
+    optimizer.synchronize()
     _assert_equal(model, plain)
 
 
@@ -354,10 +360,10 @@ def _refused(group: ProcessGroup) -> None:
         ShardedOptimizer(model, AdamW)
     with pytest.raises(ValueError, match="is a DTensor, which verify cannot be used with"):
         ShardedOptimizer(model, AdamW, process_group=here.dp, verify=True)
-    partial = nn.Module()
-    partial.sum = nn.Parameter(DTensor.from_local(torch.ones(3), here.tp, [Partial()], run_check=False))
+    sums = nn.Module()
+    sums.sum = nn.Parameter(DTensor.from_local(torch.ones(3), here.tp, [Partial()], run_check=False))
     with pytest.raises(ValueError, match="is a partial sum over its mesh"):
-        ShardedOptimizer(partial, AdamW, process_group=here.dp)
+        ShardedOptimizer(sums, AdamW, process_group=here.dp)
     optimizer = ShardedOptimizer(model, AdamW, process_group=here.dp)
     assert optimizer.stats().world_size == 2
 
@@ -371,10 +377,68 @@ def _one_rank_fails(group: ProcessGroup) -> None:
     here = place(2, 2)
     model = build(here)
     wrong = here.replica == 0 and here.tp.get_local_rank() == 0
-    with pytest.raises(ValueError, match="lr"):
+    with pytest.raises(ValueError, match="learning rate"):
         ShardedOptimizer(model, AdamW, process_group=here.dp, lr=-1.0 if wrong else 1.0)
     _train(model, _sharded(AdamW, model, here), batches(here, 1))
 
 
 def test_an_error_of_one_rank_reaches_the_whole_mesh(pool: Pool) -> None:
     pool.run(_one_rank_fails, 4)
+
+
+class _Crossed(nn.Module):
+    """Blocks of unequal sizes, so that ranks of a mesh have buckets of their own, and gradients that are partial sums.
+
+    Partial sums are added up over the mesh in the order in which gradients arrive: that is the same on all its ranks,
+    whatever their buckets are.
+    """
+
+    def __init__(self, here: Place) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        for index in range(4):
+            rows, scale = torch.randn(5, 3, generator=generator), torch.randn(3, generator=generator)
+            self.register_parameter(f"rows{index}", nn.Parameter(distribute_tensor(rows, here.tp, [Shard(0)])))
+            self.register_parameter(f"scale{index}", nn.Parameter(distribute_tensor(scale, here.tp, [Replicate()])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.mean()
+        for index in range(4):
+            rows, scale = getattr(self, f"rows{index}"), getattr(self, f"scale{index}")
+            hidden = torch.tanh(whole((rows * scale).sum()) * hidden)
+        return hidden
+
+
+def _crossed(group: ProcessGroup, shape: tuple[int, int], bucket_mb: float) -> None:
+    here = place(*shape)
+    model, plain = _Crossed(here), _Crossed(here)
+    optimizer, theirs = _sharded(SGD, model, here, bucket_mb=bucket_mb), _plain_optimizer(SGD, plain)
+    for x, _ in batches(here, STEPS):
+        for net, each in ((model, optimizer), (plain, theirs)):
+            each.zero_grad()
+            net(x).backward()
+            if net is plain:
+                average(here, list(plain.parameters()))
+            each.step()
+    _assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-5, 5e-5, 1.0])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
+def test_partial_sums_add_up_in_one_order_whatever_the_buckets(
+    pool: Pool, shape: tuple[int, int], bucket_mb: float
+) -> None:
+    pool.run(_crossed, 4, shape, bucket_mb)
+
+
+def _wrong_gradient(group: ProcessGroup) -> None:
+    here = place(2, 2)
+    model = build(here)
+    optimizer = _sharded(SGD, model, here)
+    model.up.weight.grad = torch.ones(model.up.weight.shape)
+    with pytest.raises(TypeError, match=r"set \.grad to a DTensor on the same mesh"):
+        optimizer.step()
+
+
+def test_an_ordinary_gradient_of_a_dtensor_is_refused(pool: Pool) -> None:
+    pool.run(_wrong_gradient, 4)

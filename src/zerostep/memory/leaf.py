@@ -12,7 +12,7 @@ is split for good into one for each parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -50,7 +50,12 @@ def cut_leaves(layout: Layout, rank: int, bucket: int, shard: Tensor, params: Se
     leaves = list[Leaf]()
     for (group, _, is_whole), run in groupby(fragments, key=lambda fragment: _leaf_key(layout, fragment)):
         members = tuple(run)
-        leaves.append(_make_leaf(bucket, group, members, start, shard, params[members[0].param] if is_whole else None))
+        like = params[members[0].param] if is_whole else None
+        leaf = _make_leaf(bucket, group, members, start, shard, None if like is None else local_of(like))
+        # An optimizer that needs the whole of a matrix then works on the whole of it, over the mesh.
+        if like is not None and sharding_groups(like) and not layout.params[members[0].param].splittable:
+            leaf = replace(leaf, tensor=nn.Parameter(as_like(leaf.tensor.detach(), like)))
+        leaves.append(leaf)
     return leaves
 
 
@@ -69,10 +74,7 @@ def _make_leaf(
     span = Span(first.place.start - start, last.place.stop - start) if first.part.length else Span(0, 0)
     part = shard[span.start : span.stop]
     if like is not None:
-        own = local_of(like)
-        part = part.as_strided(own.shape, own.stride()) if part.numel() else part.view(own.shape)
-        # An optimizer that needs the whole of a matrix then works on the whole of it, over the mesh.
-        part = as_like(part, like) if sharding_groups(like) else part
+        part = part.as_strided(like.shape, like.stride()) if part.numel() else part.view(like.shape)
     return Leaf(bucket, span, group, fragments, nn.Parameter(part))
 
 

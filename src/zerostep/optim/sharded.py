@@ -253,13 +253,12 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _mesh_facts(self) -> list[Fact]:
         """What must be equal on ranks that hold other blocks of the same parameters."""
-        owned = enumerate(zip(self._layout.params, self._all_params, strict=True))
-        updated_together = [
-            Fact(f"the owner of {spec.name!r}, which is updated as a whole", f"rank {self._layout.owner_of(index)}")
-            for index, (spec, param) in owned
-            if sharding_groups(param) and not (spec.splittable and spec.numel)
-        ]
-        return [Fact("the settings", str(self._settings)), *updated_together]
+        pairs = zip(self._layout.params, self._all_params, strict=True)
+        whole = [spec.name for spec, param in pairs if sharding_groups(param) and not spec.splittable]
+        facts = [Fact("the settings", str(self._settings))]
+        if whole:  # their updates communicate over the mesh, bucket by bucket
+            facts.append(Fact(f"the layout, with {whole[0]!r}, which is updated as a whole,", self._layout.digest()))
+        return facts
 
     def _specs_with_model_names(self) -> list[ParamSpec]:
         """The specs with the names of the model, to be compared: in checkpoints unnamed parameters stay unnamed."""

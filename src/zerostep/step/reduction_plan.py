@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
-from zerostep.dtensors import locals_of
+from zerostep.dtensors import is_dtensor, locals_of
 from zerostep.plan.layout import Layout, Span
 from zerostep.plan.layout_planner import Settings
 
@@ -65,6 +65,15 @@ class ReductionPlan:
         with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
             contiguous = [memory.is_contiguous() for memory in locals_of(self.params)]
         return bytes(map(and_, self.held_back, contiguous))
+
+    @cached_property
+    def countable(self) -> bytes:
+        """For each parameter, whether its gradients may be left in `.grad` until their bucket is launched.
+
+        Not those of DTensors: partial sums are added up over the mesh as they arrive, in an order that all ranks of
+        the mesh share. Their buckets may differ.
+        """
+        return bytes(not is_dtensor(param) for param in self.params)
 
     def runs(self, holdable: bytes) -> list[list[Run]]:
         """The neighbours in each bucket whose gradients may be held."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
-# The name of the call by thread, and the number of its collectives. Each thread writes its own entry alone.
+# The name of the call by thread, and the number of its collectives over each transport: those of other ranks may be
+# more or fewer. Each thread writes its own entry alone.
 _names: dict[int, str] = {}
-_counts: dict[int, int] = {}
+_counts: dict[int, dict[int, int]] = {}
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def calling(name: str) -> Iterator[None]:
     if thread in _names:
         yield
         return
-    _names[thread], _counts[thread] = name, 0
+    _names[thread], _counts[thread] = name, {}
     try:
         yield
     finally:
@@ -35,10 +36,10 @@ def all_calls() -> list[str]:
     return list(_names.values())
 
 
-def next_collective() -> int:
-    """The number of this thread's next collective inside its call; 0 outside of all."""
-    thread = get_ident()
-    if thread not in _counts:
+def next_collective(transport: object) -> int:
+    """The number of this thread's next collective over a transport inside its call; 0 outside of all."""
+    counts = _counts.get(get_ident())
+    if counts is None:
         return 0
-    _counts[thread] += 1
-    return _counts[thread]
+    counts[id(transport)] = counts.get(id(transport), 0) + 1
+    return counts[id(transport)]

@@ -85,7 +85,7 @@ class CompanionTransport(BaseTransport):
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, by rank."""
-        return all_gather_rows(self._all_gather_row, values)
+        return all_gather_rows(self._all_gather_row, values, self)
 
     def _all_gather_row(self, values: Sequence[int]) -> list[list[int]]:
         transfer, rows = self.start_all_gather_row(values)

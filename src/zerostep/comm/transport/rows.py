@@ -16,12 +16,14 @@ _HEADER = _NAME_INTS + 2  # the name of the call, the number of the collective i
 _VALUES = 64  # in the first row; more travel in a second one, once all ranks agree on their number
 
 
-def all_gather_rows(gather: Callable[[Sequence[int]], list[list[int]]], values: Sequence[int]) -> list[list[int]]:
-    """The values of every rank, by rank, over an all-gather of rows of equal length; a collective.
+def all_gather_rows(
+    gather: Callable[[Sequence[int]], list[list[int]]], values: Sequence[int], transport: object
+) -> list[list[int]]:
+    """The values of every rank of a transport, by rank, over an all-gather of rows of equal length; a collective.
 
     Raises `StepMismatchError`, on all ranks, if they are not in the same call.
     """
-    header = [*_to_ints(current_call()), next_collective(), len(values)]
+    header = [*_to_ints(current_call()), next_collective(transport), len(values)]
     padding = [0] * (_VALUES - len(values))
     rows = gather([*header, *values[:_VALUES], *padding])
     _compare([row[:_HEADER] for row in rows])
