@@ -159,8 +159,15 @@ def build(dtype: torch.dtype = torch.float64) -> Transformer:
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """Divide a model: experts over `experts`, matrices over `tp`, activations between them by position over `tp`."""
+    """Divide a model: experts over `experts`, matrices over `tp`, activations between them by position over `tp`.
+
+    Where `tp` has one rank, all parameters stay ordinary ones.
+    """
     tp = mesh["tp"]
+    if tp.size() == 1:
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            experts.divide(mesh["experts"].get_group())
+        return model
     for block in model.blocks:
         _parallelize_block(block, mesh)
     plan: dict[str, Any] = {

@@ -134,3 +134,8 @@ MODES: list[dict[str, Any]] = [{}, {"gather": "forward"}, {"update": "backward"}
 def test_a_parallel_transformer_learns_as_on_one_process(pool: Pool, options: dict[str, Any]) -> None:
     found = pool.run(_divided, 4, (2, 1, 2), options, deadline=150)
     _assert_as_on_one_process(found, 2, STEPS)
+
+
+def test_experts_with_replicas_of_their_own_learn_as_on_one_process(pool: Pool) -> None:
+    found = pool.run(_divided, 4, (2, 2, 1), {}, deadline=150)
+    _assert_as_on_one_process(found, 4, STEPS)
