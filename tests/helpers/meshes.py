@@ -81,23 +81,23 @@ def sequence_parallel() -> dict[str, ParallelStyle]:
 def build(here: Place, styles: Callable[[], dict[str, ParallelStyle]] = tensor_parallel, hidden: int = HIDDEN) -> Net:
     """The same model on all ranks, parallelized over the tp dimension."""
     torch.manual_seed(0)
-    model = Net(hidden)
+    model = Net(hidden).to(here.mesh.device_type)
     if styles is sequence_parallel:
         size, rank = here.tp.size(), here.tp.get_local_rank()
         model.window = slice(rank * WINDOW // size, (rank + 1) * WINDOW // size)
         del model.scale  # an ordinary parameter would see only a part of the sequence
-        model.register_buffer("scale", torch.ones(WIDTH))
+        model.register_buffer("scale", torch.ones(WIDTH, device=here.mesh.device_type))
     parallelize_module(model, here.tp, styles())
     return model
 
 
 def batches(here: Place, count: int) -> list[tuple[Tensor, Tensor]]:
     """One batch for each step, another one on each replica."""
-    generator = torch.Generator().manual_seed(100 + here.replica)
+    generator, device = torch.Generator().manual_seed(100 + here.replica), here.mesh.device_type
     return [
         (
-            torch.randn(BATCH, WINDOW, WIDTH, generator=generator),
-            torch.randn(BATCH, WINDOW, CLASSES, generator=generator),
+            torch.randn(BATCH, WINDOW, WIDTH, generator=generator).to(device),
+            torch.randn(BATCH, WINDOW, CLASSES, generator=generator).to(device),
         )
         for _ in range(count)
     ]

@@ -1,6 +1,5 @@
 """`ShardedOptimizer` inside the dp dimension of a mesh, with DTensor parameters, against plain torch.optim on them."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,15 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, AdamW
 
+from tests.helpers.mesh_contest import (
+    ADAMW,
+    MOMENTUM,
+    STEPS,
+    Styles,
+    assert_equal,
+    contest,
+    plain_optimizer,
+    sharded,
+    train,
+)
 from tests.helpers.meshes import (
     Place,
     average,
     batches,
     build,
     global_norm,
-    largest,
     local_of,
     loss_of,
     place,
@@ -29,86 +38,7 @@ from tests.helpers.meshes import (
 from tests.helpers.pool import Pool
 from zerostep import ShardedOptimizer
 
-STEPS = 5
 MESHES = [(2, 2), (1, 2), (2, 1), (4, 1), (1, 4)]
-ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
-
-Styles = Callable[[], dict[str, Any]]
-
-
-def _mixed(model: nn.Module) -> list[dict[str, Any]]:
-    """Muon for the matrices, AdamW for the rest."""
-    matrices = [(name, param) for name, param in model.named_parameters() if param.dim() == 2]
-    others = [(name, param) for name, param in model.named_parameters() if param.dim() != 2]
-    return [
-        {"params": matrices, "optimizer_class": Muon, "lr": 0.02},
-        {"params": others, "optimizer_class": AdamW, **ADAMW},
-    ]
-
-
-class _Both:
-    """Two optimizers of torch as one."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.all = []
-        for group in groups:
-            options = {key: value for key, value in group.items() if key not in ("params", "optimizer_class")}
-            self.all.append(group["optimizer_class"](group["params"], **options))
-
-    def zero_grad(self) -> None:
-        for optimizer in self.all:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        for optimizer in self.all:
-            optimizer.step()
-
-
-def _plain_optimizer(kind: Any, model: nn.Module) -> Any:
-    if kind == "muon":
-        return _Both(_mixed(model))
-    return kind(model.named_parameters(), **(ADAMW if kind is AdamW else MOMENTUM))
-
-
-def _sharded(kind: Any, model: nn.Module, here: Place, **settings: Any) -> ShardedOptimizer:
-    if kind == "muon":
-        return ShardedOptimizer(model, AdamW, _mixed(model), process_group=here.dp, **settings)
-    return ShardedOptimizer(model, kind, process_group=here.dp, **settings, **(ADAMW if kind is AdamW else MOMENTUM))
-
-
-def _assert_equal(ours: Any, theirs: Any, close: float = 0.0) -> None:
-    for (name, mine), their in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert type(mine) is type(their), name
-        gap = largest(local_of(mine) - local_of(their))
-        assert gap <= close * max(1.0, largest(local_of(their))), f"{name} is off by {gap}"
-
-
-def _train(
-    model: nn.Module, optimizer: ShardedOptimizer, data: list[tuple[Tensor, Tensor]], most: float | None = None
-) -> list[float]:
-    norms = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        if most is not None:
-            norms.append(float(optimizer.clip_grad_norm_(most)))
-        optimizer.step()
-    optimizer.synchronize()
-    return norms
-
-
-def _contest(
-    group: ProcessGroup, shape: tuple[int, int], kind: Any, styles: Styles, settings: dict[str, Any], hidden: int = 12
-) -> None:
-    here = place(*shape)
-    model, plain = build(here, styles, hidden), build(here, styles, hidden)
-    data = batches(here, STEPS)
-    train_plain(here, plain, _plain_optimizer(kind, plain), data)
-    _train(model, _sharded(kind, model, here, bucket_mb=0.0005, **settings), data)
-    # With four replicas the terms of a sum come in another order.
-    _assert_equal(model, plain, 1e-6 if shape[0] > 2 else 0.0)
-
 
 MODES: dict[str, dict[str, Any]] = {
     "step": {},
@@ -120,18 +50,23 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def _contest(group: ProcessGroup, shape: tuple[int, int], kind: Any, styles: Styles, mode: str) -> None:
+    # With four replicas the terms of a sum come in another order.
+    contest(place(*shape), kind, styles, MODES[mode], 1e-6 if shape[0] > 2 else 0.0)
+
+
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
 @pytest.mark.parametrize("kind", [AdamW, SGD, "muon"], ids=["adamw", "sgd", "muon"])
 def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int], styles: Styles, kind: Any) -> None:
-    pool.run(_contest, 4, shape, kind, styles, {"gather": "forward"})
+    pool.run(_contest, 4, shape, kind, styles, "forward")
 
 
 @pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
 @pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_equal(pool: Pool, mode: str, kind: Any, styles: Styles) -> None:
-    pool.run(_contest, 4, (2, 2), kind, styles, MODES[mode])
+    pool.run(_contest, 4, (2, 2), kind, styles, mode)
 
 
 class _Uneven(nn.Module):
@@ -156,7 +91,7 @@ def _unevenly(group: ProcessGroup, shape: tuple[int, int], kind: Any) -> None:
     here = place(*shape)
     model, plain = _Uneven(here), _Uneven(here)
     options = ADAMW if kind is AdamW else MOMENTUM
-    optimizer, theirs = _sharded(kind, model, here), kind(plain.parameters(), **options)
+    optimizer, theirs = sharded(kind, model, here), kind(plain.parameters(), **options)
     norms: list[list[float]] = [[], []]
     for x, _ in batches(here, STEPS):
         optimizer.zero_grad()
@@ -168,7 +103,7 @@ def _unevenly(group: ProcessGroup, shape: tuple[int, int], kind: Any) -> None:
         average(here, list(plain.parameters()))
         norms[1].append(float(global_norm(list(plain.parameters()))))
         theirs.step()
-    _assert_equal(model, plain)
+    assert_equal(model, plain)
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
@@ -182,14 +117,8 @@ def test_a_mesh_that_divides_unevenly(pool: Pool, shape: tuple[int, int], kind: 
 
 
 def _clipped(group: ProcessGroup, shape: tuple[int, int], styles: Styles, mode: str) -> None:
-    here = place(*shape)
-    model, plain = build(here, styles), build(here, styles)
-    data, most = batches(here, STEPS), 0.05
-    expected = train_plain(here, plain, _plain_optimizer(AdamW, plain), data, most)
-    found = _train(model, _sharded(AdamW, model, here, **MODES[mode]), data, most)
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert max(expected) > most  # something was clipped
-    _assert_equal(model, plain, 1e-5)  # the factor is rounded once more or less
+    # The factor is rounded once more or less.
+    contest(place(*shape), AdamW, styles, MODES[mode], 1e-5, most=0.05)
 
 
 @pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
@@ -202,7 +131,7 @@ def test_the_norm_counts_each_element_of_the_mesh_once(pool: Pool, shape: tuple[
 def _orders(group: ProcessGroup) -> None:
     here = place(2, 2)
     model, plain = build(here), build(here)
-    optimizer = _sharded(SGD, model, here)
+    optimizer = sharded(SGD, model, here)
     batch = batches(here, 1)[0]
     loss_of(model, batch).backward()
     loss_of(plain, batch).backward()
@@ -228,7 +157,7 @@ def _multiply(factor: float, part: Tensor) -> None:
 def _scaled(group: ProcessGroup, styles: Styles) -> None:
     here = place(2, 2)
     model, plain = build(here, styles), build(here, styles)
-    optimizer = _sharded(AdamW, model, here)
+    optimizer = sharded(AdamW, model, here)
     before = [local_of(param).clone() for param in model.parameters()]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step, (x, y) in enumerate(batches(here, STEPS)):
@@ -246,10 +175,10 @@ def _scaled(group: ProcessGroup, styles: Styles) -> None:
             same = [torch.equal(local_of(param), old) for param, old in zip(model.parameters(), before, strict=True)]
             assert all(same), "a rank has stepped though another has found an infinite gradient"
             assert scaler.get_scale() == 512.0
-    theirs = _plain_optimizer(AdamW, plain)
+    theirs = plain_optimizer(AdamW, plain)
     train_plain(here, plain, theirs, batches(here, STEPS)[1:])
     optimizer.synchronize()
-    _assert_equal(model, plain, 1e-6)
+    assert_equal(model, plain, 1e-6)
 
 
 @pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
@@ -263,7 +192,7 @@ def test_an_infinite_gradient_anywhere_in_the_mesh_skips_the_step(pool: Pool, st
 def _accumulated(group: ProcessGroup, how: str, styles: Styles) -> None:
     here = place(2, 2)
     model, plain = build(here, styles), build(here, styles)
-    optimizer, theirs = _sharded(AdamW, model, here, gather="forward"), _plain_optimizer(AdamW, plain)
+    optimizer, theirs = sharded(AdamW, model, here, gather="forward"), plain_optimizer(AdamW, plain)
     data = batches(here, 8)
     for first, second in zip(data[::2], data[1::2], strict=True):
         optimizer.zero_grad()
@@ -281,7 +210,7 @@ def _accumulated(group: ProcessGroup, how: str, styles: Styles) -> None:
         theirs.step()
     optimizer.synchronize()
     # Without no_sync() each pass is averaged by itself.
-    _assert_equal(model, plain, 0.0 if how == "no_sync" and styles is tensor_parallel else 1e-6)
+    assert_equal(model, plain, 0.0 if how == "no_sync" and styles is tensor_parallel else 1e-6)
 
 
 @pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
@@ -296,8 +225,8 @@ def _with_masters(group: ProcessGroup, kind: Any) -> None:
     masters = build(here)
     for low, high in zip(plain.parameters(), masters.parameters(), strict=True):
         local_of(high).copy_(local_of(low))
-    optimizer = _sharded(kind, model, here, master_dtype=torch.float32, reduce_dtype=torch.float32)
-    theirs = _plain_optimizer(kind, masters)
+    optimizer = sharded(kind, model, here, master_dtype=torch.float32, reduce_dtype=torch.float32)
+    theirs = plain_optimizer(kind, masters)
     for x, y in batches(here, STEPS):
         optimizer.zero_grad()
         loss_of(model, (x.bfloat16(), y.bfloat16())).backward()
@@ -311,7 +240,7 @@ def _with_masters(group: ProcessGroup, kind: Any) -> None:
         theirs.step()
         for low, high in zip(plain.parameters(), masters.parameters(), strict=True):
             local_of(low).copy_(local_of(high))
-    _assert_equal(model, plain)
+    assert_equal(model, plain)
 
 
 @pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
@@ -323,8 +252,8 @@ def _late(group: ProcessGroup, read: str) -> None:
     here = place(2, 2)
     model, plain = build(here), build(here)
     data = batches(here, 2)
-    train_plain(here, plain, _plain_optimizer(AdamW, plain), data)
-    optimizer = _sharded(AdamW, model, here, gather="forward", bucket_mb=0.0005)
+    train_plain(here, plain, plain_optimizer(AdamW, plain), data)
+    optimizer = sharded(AdamW, model, here, gather="forward", bucket_mb=0.0005)
     for batch in data:
         optimizer.zero_grad()
         loss_of(model, batch).backward()
@@ -340,7 +269,7 @@ def _late(group: ProcessGroup, read: str) -> None:
     expected = expected.full_tensor() if read == "full" else expected.to_local()
     assert torch.equal(found, expected)
     optimizer.synchronize()
-    _assert_equal(model, plain)
+    assert_equal(model, plain)
 
 
 @pytest.mark.parametrize("read", ["local", "slot", "full"])
@@ -379,7 +308,7 @@ def _one_rank_fails(group: ProcessGroup) -> None:
     wrong = here.replica == 0 and here.tp.get_local_rank() == 0
     with pytest.raises(ValueError, match="learning rate"):
         ShardedOptimizer(model, AdamW, process_group=here.dp, lr=-1.0 if wrong else 1.0)
-    _train(model, _sharded(AdamW, model, here), batches(here, 1))
+    train(model, sharded(AdamW, model, here), batches(here, 1))
 
 
 def test_an_error_of_one_rank_reaches_the_whole_mesh(pool: Pool) -> None:
@@ -412,7 +341,7 @@ class _Crossed(nn.Module):
 def _crossed(group: ProcessGroup, shape: tuple[int, int], bucket_mb: float) -> None:
     here = place(*shape)
     model, plain = _Crossed(here), _Crossed(here)
-    optimizer, theirs = _sharded(SGD, model, here, bucket_mb=bucket_mb), _plain_optimizer(SGD, plain)
+    optimizer, theirs = sharded(SGD, model, here, bucket_mb=bucket_mb), plain_optimizer(SGD, plain)
     for x, _ in batches(here, STEPS):
         for net, each in ((model, optimizer), (plain, theirs)):
             each.zero_grad()
@@ -420,7 +349,7 @@ def _crossed(group: ProcessGroup, shape: tuple[int, int], bucket_mb: float) -> N
             if net is plain:
                 average(here, list(plain.parameters()))
             each.step()
-    _assert_equal(model, plain)
+    assert_equal(model, plain)
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-5, 5e-5, 1.0])
@@ -434,7 +363,7 @@ def test_partial_sums_add_up_in_one_order_whatever_the_buckets(
 def _wrong_gradient(group: ProcessGroup) -> None:
     here = place(2, 2)
     model = build(here)
-    optimizer = _sharded(SGD, model, here)
+    optimizer = sharded(SGD, model, here)
     model.up.weight.grad = torch.ones(model.up.weight.shape)
     with pytest.raises(TypeError, match=r"set \.grad to a DTensor on the same mesh"):
         optimizer.step()
