@@ -104,6 +104,7 @@ def test_the_root_has_only_what_everybody_needs() -> None:
         "version.py",
         "py.typed",
         "errors.py",
+        "dtensors.py",
         "tensors.py",
         "zero.py",
         "overlap.py",

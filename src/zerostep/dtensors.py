@@ -109,6 +109,27 @@ def _dimensions(tensor: Tensor) -> Iterator[tuple[dist.ProcessGroup, Any]]:
                 yield mesh.get_group(dim), placement
 
 
+def local_ranges(tensor: Tensor) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """The whole shape of a tensor, and in each dimension the first element that this rank holds and the one behind."""
+    with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
+        shape = tuple(tensor.shape)
+    ranges = [(0, size) for size in shape]
+    if isinstance(tensor, DTensor):
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                ranges[placement.dim] = _chunk(ranges[placement.dim], coordinate[mesh_dim], mesh.size(mesh_dim))
+    return shape, ranges
+
+
+def _chunk(of: tuple[int, int], position: int, parts: int) -> tuple[int, int]:
+    """The part at `position` of a range that is divided into `parts` chunks, all but the last ones of equal size."""
+    start, stop = of
+    size = -(-(stop - start) // parts)
+    first = min(start + position * size, stop)
+    return first, min(first + size, stop)
+
+
 def describe_placements(tensor: Tensor) -> str:
     """How a tensor is divided over its mesh, for comparisons between ranks; empty for an ordinary tensor."""
     if not isinstance(tensor, DTensor):

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
+from zerostep.dtensors import local_ranges
 from zerostep.plan.layout import Span
 
 
@@ -63,21 +62,5 @@ def whole(shape: tuple[int, ...]) -> Block:
 
 def block_of(tensor: Tensor) -> Block:
     """The block of a parameter that this rank holds: the whole of an ordinary tensor, the local part of a DTensor."""
-    with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
-        block = whole(tuple(tensor.shape))
-    if not isinstance(tensor, DTensor):
-        return block
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            block = _chunk(block, placement.dim, coordinate[dim], tensor.device_mesh.size(dim))
-    return block
-
-
-def _chunk(block: Block, dim: int, position: int, parts: int) -> Block:
-    """The part at `position` of a block that is divided into `parts` chunks, all but the last ones of equal size."""
-    span = block.spans[dim]
-    size = -(-span.length // parts)
-    start = min(span.start + position * size, span.stop)
-    chunk = Span(start, min(start + size, span.stop))
-    return Block(block.shape, (*block.spans[:dim], chunk, *block.spans[dim + 1 :]))
+    shape, ranges = local_ranges(tensor)
+    return Block(shape, tuple(Span(start, stop) for start, stop in ranges))
