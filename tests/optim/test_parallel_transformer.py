@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -10,31 +10,43 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 from tests.helpers.parallel_transformer import DIMENSIONS, batches, build, named, parallelize
-from tests.helpers.pool import Pool
+from tests.helpers.pool import Pool, run_fresh
 from zerostep import ShardedOptimizer
 
 STEPS = 50
 FEW = 10  # are enough to show that the model itself is right
 OPTIONS: dict[str, Any] = {"lr": 0.01}
+CLOSE = 1e-9  # relative, in double precision: sums have other orders
+MOST_NORM = 0.1
 BUCKETS = 0.01  # megabytes: several buckets
 Shape = tuple[int, int, int]
 
 
+class Curve(NamedTuple):
+    """A loss for each step, and the norm of all gradients before it was clipped."""
+
+    losses: list[float]
+    norms: list[float]
+
+
 @cache
-def on_one_process(replicas: int, steps: int) -> list[float]:
-    """The losses of the whole model with the batches of all data-parallel ranks."""
-    model, losses = build(), list[float]()
+def on_one_process(replicas: int, steps: int, clip: bool = False) -> Curve:
+    """The whole model with the batches of all data-parallel ranks."""
+    model, curve = build(), Curve([], [])
     optimizer = AdamW(model.parameters(), **OPTIONS)
     for words in batches(range(replicas), steps):
         optimizer.zero_grad()
         loss = model(words)
         loss.backward()
+        if clip:
+            curve.norms.append(clip_grad_norm_(model.parameters(), MOST_NORM).item())
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+        curve.losses.append(loss.item())
+    return curve
 
 
 class Ranks:
@@ -87,23 +99,23 @@ def _by_hand(group: ProcessGroup, shape: Shape, steps: int) -> list[float]:
     return ranks.losses(steps, step)
 
 
-def _assert_as_on_one_process(found: list[list[float]], replicas: int, steps: int) -> None:
-    expected = on_one_process(replicas, steps)
-    assert expected[0] > (2 if steps == STEPS else 1.2) * expected[-1], "nothing was learnt"
-    for losses in found:
-        assert losses == pytest.approx(expected, rel=1e-9)
+def _assert_learnt(losses: list[float]) -> None:
+    assert losses[0] > (2 if len(losses) == STEPS else 1.2) * losses[-1], "nothing was learnt"
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)], ids=str)
 def test_the_model_learns_as_on_one_process_with_plain_optimizers(pool: Pool, shape: Shape) -> None:
-    _assert_as_on_one_process(pool.run(_by_hand, 4, shape, FEW), shape[0] * shape[1], FEW)
+    expected = on_one_process(shape[0] * shape[1], FEW).losses
+    _assert_learnt(expected)
+    for losses in pool.run(_by_hand, 4, shape, FEW):
+        assert losses == pytest.approx(expected, rel=CLOSE)
 
 
 # With optimizers that divide state.
 
 
-def _divided(group: ProcessGroup, shape: Shape, options: dict[str, Any]) -> list[float]:
-    ranks = Ranks(shape)
+def _divided(group: ProcessGroup, shape: Shape, clip: bool, options: dict[str, Any]) -> Curve:
+    ranks, norms = Ranks(shape), list[float]()
     model = parallelize(build(), ranks.mesh)
     optimizer = ShardedOptimizer(
         model, AdamW, groups(model, ranks), process_group=ranks.data, bucket_mb=BUCKETS, **OPTIONS, **options
@@ -113,10 +125,12 @@ def _divided(group: ProcessGroup, shape: Shape, options: dict[str, Any]) -> list
         optimizer.zero_grad()
         loss = model(words)
         loss.backward()
+        if clip:
+            norms.append(optimizer.clip_grad_norm_(MOST_NORM).item())
         optimizer.step()
         return loss
 
-    return ranks.losses(STEPS, step)
+    return Curve(ranks.losses(STEPS, step), norms)
 
 
 def groups(model: nn.Module, ranks: Ranks) -> list[dict[str, Any]]:
@@ -127,15 +141,31 @@ def groups(model: nn.Module, ranks: Ranks) -> list[dict[str, Any]]:
     return [{"params": named(model, experts=False)}, own]
 
 
+def _assert_as_on_one_process(found: list[Curve], shape: Shape, clip: bool) -> None:
+    expected = on_one_process(shape[0] * shape[1], STEPS, clip)
+    _assert_learnt(expected.losses)
+    for curve in found:
+        assert curve.losses == pytest.approx(expected.losses, rel=CLOSE)
+        assert curve.norms == pytest.approx(expected.norms, rel=1e-6)  # told in the default dtype
+    assert not clip or min(expected.norms) > MOST_NORM, "not all steps were clipped"
+
+
 MODES: list[dict[str, Any]] = [{}, {"gather": "forward"}, {"update": "backward"}]
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
 def test_a_parallel_transformer_learns_as_on_one_process(pool: Pool, options: dict[str, Any]) -> None:
-    found = pool.run(_divided, 4, (2, 1, 2), options, deadline=150)
-    _assert_as_on_one_process(found, 2, STEPS)
+    clip = "update" not in options
+    found = pool.run(_divided, 4, (2, 1, 2), clip, options, deadline=150)
+    _assert_as_on_one_process(found, (2, 1, 2), clip)
 
 
-def test_experts_with_replicas_of_their_own_learn_as_on_one_process(pool: Pool) -> None:
-    found = pool.run(_divided, 4, (2, 2, 1), {}, deadline=150)
-    _assert_as_on_one_process(found, 4, STEPS)
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)], ids=str)
+def test_experts_with_replicas_of_their_own_learn_as_on_one_process(pool: Pool, shape: Shape) -> None:
+    _assert_as_on_one_process(pool.run(_divided, 4, shape, True, {}, deadline=150), shape, clip=True)
+
+
+def test_a_transformer_with_all_of_it_learns_as_on_one_process() -> None:
+    outcomes = run_fresh(_divided, 8, (2, 2, 2), True, {"gather": "forward"}, deadline=280)
+    assert [outcome.error for outcome in outcomes] == [None] * 8
+    _assert_as_on_one_process([outcome.result for outcome in outcomes], (2, 2, 2), clip=True)
