@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
 
 pytest.importorskip("typer")
 
@@ -53,12 +53,29 @@ def uneven() -> nn.Module:
     return Net(UNEVEN)
 
 
+class Numbered(nn.Module):
+    """A net as a numbered block, whose matrices another optimizer class takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Net())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.blocks(inputs)
+        return result
+
+
 PLAN: dict[str, Any] = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:
     """As a training script does it."""
     parallelize_module(model, mesh["tp"], PLAN)
+
+
+def divide_block(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The same, of a numbered block."""
+    divide(model.get_submodule("blocks.0"), mesh)
 
 
 def styles(model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
@@ -101,10 +118,16 @@ def test_ranks_of_uneven_parts_have_shapes_of_their_own() -> None:
     assert {param.dtype for _, param in second.params} == {torch.bfloat16}
 
 
-def _requests(sources: list[Source], ranks: int, kind: Any = AdamW) -> list[Request]:
+RECIPES = {
+    "AdamW": Recipe(Rule(AdamW, {"lr": 0.1})),
+    "SGD": Recipe(Rule(SGD, {"lr": 0.1, "momentum": 0.9})),
+    "Muon": Recipe(Rule(AdamW, {"lr": 0.1}), Rule(Muon, {"lr": 0.02})),
+}
+
+
+def _requests(sources: list[Source], ranks: int, recipe: str = "AdamW") -> list[Request]:
     settings = Settings(bucket_mb=BUCKET_MB)
-    recipe = Recipe(Rule(kind, {"lr": 0.1, "momentum": 0.9} if kind is SGD else {"lr": 0.1}))
-    return [Request(source, recipe, ranks, ranks, settings, "cpu", tp=len(sources)) for source in sources]
+    return [Request(source, RECIPES[recipe], ranks, ranks, settings, "cpu", tp=len(sources)) for source in sources]
 
 
 def test_the_plan_is_that_of_the_rank_with_most() -> None:
@@ -184,13 +207,14 @@ def test_a_process_with_a_process_group_is_refused(pool: Pool) -> None:
 # Live ranks.
 
 
-def _live(group: ProcessGroup, hidden: int, kind: Any) -> tuple[int, int, int, int]:
+def _live(group: ProcessGroup, factory: str, plan: str, recipe: str) -> tuple[int, int, int, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = Net(hidden)
-    divide(model, mesh)
-    options: dict[str, Any] = {"momentum": 0.9} if kind is SGD else {}
-    optimizer = ShardedOptimizer(model, kind, process_group=mesh["dp"], bucket_mb=BUCKET_MB, lr=0.1, **options)
+    model = globals()[factory]()
+    globals()[plan](model, mesh)
+    common, groups = RECIPES[recipe].common, RECIPES[recipe].groups(list(model.named_parameters()))
+    options: dict[str, Any] = dict(common.options)
+    optimizer = ShardedOptimizer(model, common.build, groups, process_group=mesh["dp"], bucket_mb=BUCKET_MB, **options)
     for _ in range(2):
         sent = optimizer.stats().bytes_sent
         optimizer.zero_grad()
@@ -200,13 +224,23 @@ def _live(group: ProcessGroup, hidden: int, kind: Any) -> tuple[int, int, int, i
     return mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank(), stats.state_bytes, stats.bytes_sent - sent
 
 
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
-def test_live_ranks_have_the_state_and_send_the_bytes_of_the_plan(pool: Pool, hidden: int, kind: Any) -> None:
-    factory = "Net" if hidden == EVEN else "uneven"
-    requests = _requests(load_divided(f"{HERE}:{factory}", None, 2, f"{HERE}:PLAN"), 2, kind)
-    found = pool.run(_live, 4, hidden, kind)
+@pytest.mark.parametrize(
+    ("factory", "plan", "recipe"),
+    [
+        ("Net", "divide", "AdamW"),
+        ("Net", "divide", "SGD"),
+        ("uneven", "divide", "AdamW"),
+        ("uneven", "divide", "SGD"),
+        ("Numbered", "divide_block", "Muon"),
+    ],
+)
+def test_live_ranks_have_the_state_and_send_the_bytes_of_the_plan(
+    pool: Pool, factory: str, plan: str, recipe: str
+) -> None:
+    requests = _requests(load_divided(f"{HERE}:{factory}", None, 2, f"{HERE}:{plan}"), 2, recipe)
+    found = pool.run(_live, 4, factory, plan, recipe)
     for tp, request in enumerate(requests):
         shares, wire = bytes_of_ranks(request)[Strategy.SHARDED], compare(request).row(Strategy.SHARDED).wire
         own = {dp: (state, sent) for coordinate, dp, state, sent in found if coordinate == tp}
-        assert own == {dp: (shares.memory(dp).state, wire + WORDS) for dp in range(2)}
+        assert {dp: state for dp, (state, _) in own.items()} == {dp: shares.memory(dp).state for dp in range(2)}
+        assert sum(sent for _, sent in own.values()) == 2 * (wire + WORDS)
