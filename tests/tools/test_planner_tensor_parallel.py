@@ -16,7 +16,8 @@ from torch.optim import SGD, AdamW, Muon
 pytest.importorskip("typer")
 
 from tests.helpers.pool import Pool
-from zerostep import ShardedOptimizer
+from zerostep import ShardedOptimizer, ZeroRedundancyOptimizer
+from zerostep.dtensors import local_of
 from zerostep.plan.layout_planner import Settings
 from zerostep.tools import cli
 from zerostep.tools.errors import PlanError
@@ -51,6 +52,14 @@ class Net(nn.Module):
 def uneven() -> nn.Module:
     """A net whose hidden units are no multiple of two."""
     return Net(UNEVEN)
+
+
+class Tall(Net):
+    """A net with a head that is larger than what a rank has of the matrices, and smaller than a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 15)
 
 
 class Numbered(nn.Module):
@@ -244,3 +253,23 @@ def test_live_ranks_have_the_state_and_send_the_bytes_of_the_plan(
         own = {dp: (state, sent) for coordinate, dp, state, sent in found if coordinate == tp}
         assert {dp: state for dp, (state, _) in own.items()} == {dp: shares.memory(dp).state for dp in range(2)}
         assert sum(sent for _, sent in own.values()) == 2 * (wire + WORDS)
+
+
+def _live_drop_in(group: ProcessGroup, factory: str) -> tuple[int, int, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = globals()[factory]()
+    divide(model, mesh)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, process_group=mesh["dp"].get_group(), lr=0.1)
+    model(torch.ones(3, WIDTH)).backward()
+    optimizer.step()
+    values = [value for entry in optimizer.optim.state.values() for value in entry.values()]
+    held = sum(local_of(value).nbytes for value in values if isinstance(value, Tensor))
+    return mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank(), held
+
+
+@pytest.mark.parametrize("factory", ["Net", "uneven", "Tall"])
+def test_owners_of_whole_parameters_have_the_state_of_the_plan(pool: Pool, factory: str) -> None:
+    requests = _requests(load_divided(f"{HERE}:{factory}", None, 2, f"{HERE}:PLAN"), 2)
+    expected = [bytes_of_ranks(request)[Strategy.WHOLE] for request in requests]
+    for tp, dp, held in pool.run(_live_drop_in, 4, factory):
+        assert held == expected[tp].memory(dp).state

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerostep.comm.codec import dtype_named
 from zerostep.plan.buckets import padded_size
@@ -141,8 +141,11 @@ def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
 def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
     planner = request.recipe.planner(request.settings, request.source, request.device)
     groups = request.recipe.complete_groups(request.source, planner)
-    names = [name for name, _ in request.source.params]
-    job = TrainingJob(planner, groups, names, request.source.buffer_bytes, request.on_host, request.gradients_are_views)
+    source, names = request.source, [name for name, _ in request.source.params]
+    wholes: dict[Tensor, tuple[int, ...]] = {
+        param: shape for (_, param), shape in zip(source.params, source.whole_shapes, strict=False)
+    }
+    job = TrainingJob(planner, groups, names, source.buffer_bytes, request.on_host, request.gradients_are_views, wholes)
     return job, planner.plan(groups, request.shards)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -30,18 +31,23 @@ _DTYPES = {**SAFETENSORS_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torc
 class Source:
     """Named parameters and buffers on the meta device, in the model's order, as one rank holds them.
 
-    `whole_elements` are those of the model's parameters, of which tensor parallelism leaves a rank a part.
+    `whole_shapes` are those of the model's parameters, of which tensor parallelism leaves a rank a part.
     """
 
     title: str
     params: tuple[tuple[str, nn.Parameter], ...]
     buffers: tuple[Tensor, ...] = ()
-    whole_elements: int = 0
+    whole_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def buffer_bytes(self) -> int:
         """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def whole_elements(self) -> int:
+        """Number of elements of all parameters of the model."""
+        return sum(map(math.prod, self.whole_shapes))
 
     @property
     def elements(self) -> int:
@@ -110,8 +116,8 @@ def _source(title: str, params: Sequence[tuple[str, Tensor]], buffers: Iterable[
     """What this rank holds of parameters and buffers."""
     held = [(name, local_of(param), param.requires_grad) for name, param in params]
     metas = [(name, meta_parameter(local.shape, local.dtype, trainable)) for name, local, trainable in held]
-    whole = sum(param.numel() for _, param in params)
-    return Source(title, tuple(metas), tuple(local_of(buffer).to("meta") for buffer in buffers), whole)
+    whole_shapes = tuple(tuple(param.shape) for _, param in params)
+    return Source(title, tuple(metas), tuple(local_of(buffer).to("meta") for buffer in buffers), whole_shapes)
 
 
 def _from_factory(path: str, divide: DivideModule) -> Source:
