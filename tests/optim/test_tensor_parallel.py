@@ -373,6 +373,16 @@ def test_an_ordinary_gradient_of_a_dtensor_is_refused(pool: Pool) -> None:
     pool.run(_wrong_gradient, 4)
 
 
+def _compiled(group: ProcessGroup, kind: Any) -> None:
+    contest(place(2, 2), kind, sequence_parallel, {"compile": True}, 1e-5)
+
+
+@pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
+def test_compiled_updates(pool: Pool, kind: Any) -> None:
+    """Of flat parts as ever; what is updated as a whole over a mesh is not compiled."""
+    pool.run(_compiled, 4, kind, deadline=120.0)
+
+
 def _eight(group: ProcessGroup) -> None:
     here = place(4, 2)
     for kind, styles, mode in ((AdamW, sequence_parallel, "forward"), ("muon", tensor_parallel, "backward")):
