@@ -160,9 +160,12 @@ def test_a_parallel_transformer_learns_as_on_one_process(pool: Pool, options: di
     _assert_as_on_one_process(found, (2, 1, 2), clip)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)], ids=str)
-def test_experts_with_replicas_of_their_own_learn_as_on_one_process(pool: Pool, shape: Shape) -> None:
-    _assert_as_on_one_process(pool.run(_divided, 4, shape, True, {}, deadline=150), shape, clip=True)
+@pytest.mark.parametrize(("shape", "options"), [((2, 2, 1), {}), ((2, 2, 1), MODES[2]), ((1, 2, 2), {})], ids=str)
+def test_experts_with_replicas_of_their_own_learn_as_on_one_process(
+    pool: Pool, shape: Shape, options: dict[str, Any]
+) -> None:
+    clip = "update" not in options
+    _assert_as_on_one_process(pool.run(_divided, 4, shape, clip, options, deadline=150), shape, clip)
 
 
 def test_a_transformer_with_all_of_it_learns_as_on_one_process() -> None:
