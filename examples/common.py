@@ -31,9 +31,9 @@ def build(device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
     return GPT(SHAPE).to(device, dtype)
 
 
-def batches(count: int, device: torch.device) -> Iterator[Tensor]:
-    """Windows of the text, others on every rank, the same at every call."""
-    characters, random = text(), torch.Generator().manual_seed(dist.get_rank())
+def batches(count: int, device: torch.device, replica: int | None = None) -> Iterator[Tensor]:
+    """Windows of the text, others on every rank or, if they are given, for every replica; the same at every call."""
+    characters, random = text(), torch.Generator().manual_seed(dist.get_rank() if replica is None else replica)
     for _ in range(count):
         yield windows(characters, 16, random).to(device)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 _slot: Any = DTensor.__dict__["_local_tensor"]
@@ -58,7 +59,8 @@ def local_grad(grad: Tensor, param: Tensor) -> Tensor:
         )
     if grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    return local_of(grad)
+    local = local_of(grad)
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def whole_of(value: Any) -> Any:

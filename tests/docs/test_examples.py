@@ -153,6 +153,34 @@ def test_uneven_inputs_end_with_the_same_parameters() -> None:
     assert first[3] == second[3]
 
 
+def of_mesh(name: str, ranks: int, *arguments: str) -> list[float]:
+    """What an example prints behind the shape of its mesh: loss, norm and a size."""
+    exitcodes, printed = run_ranks(name, ranks, *arguments)
+    assert exitcodes == [0] * ranks, printed
+    return numbers(printed.strip().rpartition(":")[2])[:3]
+
+
+def test_tensor_parallelism_divides_state_and_changes_no_numbers() -> None:
+    loss, norm, state = of_mesh("tensor_parallel", 4)
+    same_loss, same_norm, whole = of_mesh("tensor_parallel", 2)
+    assert (loss, norm) == pytest.approx((same_loss, same_norm), abs=2e-4)
+    assert 0.5 <= state / whole < 0.51  # norms and biases are on both ranks
+
+
+def test_experts_are_divided_and_change_no_numbers() -> None:
+    loss, norm, size = of_mesh("experts", 4)
+    same_loss, same_norm, whole = of_mesh("experts", 4, "--whole")
+    assert (loss, norm) == pytest.approx((same_loss, same_norm), abs=2e-4)
+    assert size < 0.7 * whole
+
+
+def test_stages_change_no_numbers() -> None:
+    loss, norm, state = of_mesh("pipeline", 4)
+    same_loss, same_norm, whole = of_mesh("pipeline", 2)
+    assert (loss, norm) == pytest.approx((same_loss, same_norm), abs=2e-4)
+    assert 0.4 < state / whole < 0.6
+
+
 @contextmanager
 def machine(port: int, folder: Path, output: Path, hosts: bool, *more: str) -> Iterator["subprocess.Popen[bytes]"]:
     """One of two launchers with a rank each, which goes on alone if it must, if it hosts their meeting."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, AdamW
@@ -14,6 +15,7 @@ from tests.helpers.cuda_training import DEADLINE, LATE
 from tests.helpers.mesh_contest import contest, plain_optimizer, sharded
 from tests.helpers.meshes import Place, batches, build, loss_of, sequence_parallel, tensor_parallel, train_plain
 from tests.helpers.pool import Pool
+from zerostep import ShardedOptimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -71,31 +73,67 @@ def test_four_ranks_on_gloo(pool: Pool, styles: str) -> None:
     pool.run(_contest, 4, (2, 2), "gloo", SGD, styles, "forward", 0.05, deadline=DEADLINE)
 
 
-def _late_kernels(group: ProcessGroup) -> None:
-    """Kernels that begin late: every wait that is missing shows, and no host waits for a norm over the mesh."""
-    here = _place(2, 2, "nccl")
-    model, plain = build(here, sequence_parallel), build(here, sequence_parallel)
-    data = batches(here, 3)
-    train_plain(here, plain, plain_optimizer(SGD, plain), data, most=1e9)
-    optimizer = sharded(SGD, model, here, gather="forward")
-    for batch in data:
+class _SummedBackwards(torch.autograd.Function):
+    """Nothing forwards; backwards the gradients of the ranks of a group are summed, as between layers of a mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Mixed(nn.Module):
+    """Layers with a sum over another communicator between them, in backward alone."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.layers, self.group = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), group
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = _SummedBackwards.apply(torch.tanh(layer(x)), self.group)
+        return x
+
+
+def _two_communicators(group: ProcessGroup, gather: str) -> None:
+    """Reduce-scatters of the optimizer and sums of the model in one backward, with kernels that begin late."""
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{dist.get_rank()}")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    ours, other = (_group([0, 1], "nccl") for _ in range(2))
+    torch.manual_seed(0)
+    model = _Mixed(other).cuda()
+    plain = _Mixed(other).cuda()
+    plain.load_state_dict(model.state_dict())
+    optimizer = ShardedOptimizer(model, SGD, process_group=ours, bucket_mb=0.02, gather=gather, lr=0.01, momentum=0.9)
+    theirs = SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    torch.manual_seed(1 + dist.get_rank())
+    for x in torch.randn(5, 16, 64, device="cuda"):
         optimizer.zero_grad()
         torch.cuda._sleep(LATE)
-        loss_of(model, batch).backward()
-        torch.cuda._sleep(LATE)
+        model(x).square().sum().backward()
         optimizer.clip_grad_norm_(1e9)
         optimizer.step()
+        theirs.zero_grad()
+        plain(x).square().sum().backward()
+        for param in plain.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+            dist.all_reduce(param.grad, group=ours)
+        theirs.step()
     optimizer.synchronize()
-    torch.cuda.synchronize()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        gap = (ours._local_tensor if hasattr(ours, "_local_tensor") else ours) - (
-            theirs._local_tensor if hasattr(theirs, "_local_tensor") else theirs
-        )
-        assert float(gap.detach().abs().max()) <= 1e-6
+    for mine, their in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, their, rtol=0, atol=1e-6)
 
 
-def test_late_kernels_on_two_communicators(pool: Pool) -> None:
-    pool.run(_late_kernels, 4, deadline=DEADLINE)
+@pytest.mark.parametrize("gather", ["step", "forward"])
+def test_two_communicators_in_one_backward(pool: Pool, gather: str) -> None:
+    pool.run(_two_communicators, 2, gather, deadline=DEADLINE)
 
 
 def _state(group: ProcessGroup) -> None:

@@ -35,7 +35,7 @@ from tests.helpers.meshes import (
     train_plain,
     whole,
 )
-from tests.helpers.pool import Pool
+from tests.helpers.pool import Pool, run_fresh
 from zerostep import ShardedOptimizer
 
 MESHES = [(2, 2), (1, 2), (2, 1), (4, 1), (1, 4)]
@@ -371,3 +371,26 @@ def _wrong_gradient(group: ProcessGroup) -> None:
 
 def test_an_ordinary_gradient_of_a_dtensor_is_refused(pool: Pool) -> None:
     pool.run(_wrong_gradient, 4)
+
+
+def _compiled(group: ProcessGroup, kind: Any) -> None:
+    contest(place(2, 2), kind, sequence_parallel, {"compile": True}, 1e-5)
+
+
+@pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
+def test_compiled_updates(pool: Pool, kind: Any) -> None:
+    """Of flat parts as ever; what is updated as a whole over a mesh is not compiled."""
+    pool.run(_compiled, 4, kind, deadline=120.0)
+
+
+def _eight(group: ProcessGroup) -> None:
+    here = place(4, 2)
+    for kind, styles, mode in ((AdamW, sequence_parallel, "forward"), ("muon", tensor_parallel, "backward")):
+        contest(here, kind, styles, MODES[mode], 1e-5 if kind == "muon" else 1e-6)
+    contest(here, SGD, sequence_parallel, MODES["step"], 1e-5, most=0.05)
+
+
+def test_eight_ranks() -> None:
+    """Four replicas of two: the terms of a sum come in another order, which Muon, in bfloat16, shows more."""
+    outcomes = run_fresh(_eight, 8, deadline=120.0)
+    assert [outcome.error for outcome in outcomes] == [None] * 8

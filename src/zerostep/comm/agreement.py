@@ -21,7 +21,7 @@ from zerostep.comm.stream import broadcast_bytes
 from zerostep.comm.transport import Transport
 from zerostep.dtensors import describe_placements, is_dtensor, local_of
 from zerostep.errors import CheckpointError
-from zerostep.plan.groups import Group, all_params, options
+from zerostep.plan.groups import GROUP_KEY, Group, all_params, options
 from zerostep.plan.layout import Bucket, Layout, ParamSpec
 from zerostep.tensors import is_dense
 from zerostep.version import __version__
@@ -142,10 +142,15 @@ def facts_of(
     ]
     # If another rank has more parameters, its next one differs from this fact and not from an option.
     facts.append(Fact(f"parameter {len(specs)}", "nothing"))
-    facts += [Fact(f"the options of group {i}", _describe(options(group))) for i, group in enumerate(groups)]
+    facts += [Fact(f"the options of group {i}", _describe(_compared(group))) for i, group in enumerate(groups)]
     facts.append(Fact("the optimizer class", getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__)))
     facts.append(Fact("the version of zerostep", __version__))
     return facts
+
+
+def _compared(group: Group) -> Group:
+    """The options of a group that must be equal; a process group of its own is another one on other ranks."""
+    return {key: value for key, value in options(group).items() if key != GROUP_KEY}
 
 
 def layout_facts(layout: Layout, names: Sequence[str]) -> list[Fact]:

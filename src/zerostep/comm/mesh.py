@@ -63,10 +63,15 @@ class ReplicaAllReduce:
         return memory.to(part.device)
 
 
-def resolve(given: dist.ProcessGroup | DeviceMesh | None, device: torch.device | None) -> Ranks:
-    """The ranks of a process group, of the world, or of a mesh of one or two dimensions: (replicate, shard)."""
+def resolve(
+    given: dist.ProcessGroup | DeviceMesh | None, device: torch.device | None, presence: Presence | None = None
+) -> Ranks:
+    """The ranks of a process group, of the world, or of a mesh of one or two dimensions: (replicate, shard).
+
+    Waits are told to `presence`, by default to one of their own.
+    """
     if not isinstance(given, DeviceMesh):
-        everyone = connect(given, device)
+        everyone = connect(given, device, presence)
         return Ranks(everyone, control_of(everyone), everyone, NullTransport(), given, range(everyone.world_size))
     if given.ndim == 1:
         return resolve(given.get_group(), device)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import astuple
 from functools import partial
 from typing import Any, Literal
 
@@ -23,22 +23,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerostep.comm.agreement import Fact, agreed, agreed_by_each, facts_of, layout_facts
+from zerostep.comm.agreement import Fact, agreed, agreed_by_each
 from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import mesh_controls, resolve
 from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import calling
-from zerostep.comm.value_samples import ValueSamples
 from zerostep.dtensors import sharding_groups
+from zerostep.optim.all_divisions import collect_state, consolidated, group_optimizers, load_whole, stats_of
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
+from zerostep.optim.division import Division, OwnRanks, connect_own, global_ranks, own_ranks
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
+<<<<<<< HEAD
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView, ViewPart
 from zerostep.plan.buckets import extend
+=======
+from zerostep.optim.view import OptimizerView
+>>>>>>> main
 from zerostep.plan.groups import (
+    GROUP_KEY,
     Group,
     OptimizerClass,
     all_params,
@@ -49,21 +55,20 @@ from zerostep.plan.groups import (
     refuse_shared_memory,
     refuse_sparse,
 )
-from zerostep.plan.layout import ParamSpec
+from zerostep.plan.layout import Layout
 from zerostep.plan.layout_planner import LayoutPlanner, Settings, model_positions
-from zerostep.state.audit import Audits, AuditSubject
+from zerostep.state.audit import AuditReport, Audits, AuditSubject, audit
 from zerostep.state.param_state import SavedState, StateDict
 from zerostep.step.ddp_watch import DdpWatch
 from zerostep.step.engine import Engine
-from zerostep.step.gathering import ForwardHooks
 from zerostep.step.grad_sources import AutogradSource, DdpSource, GradSource, NoSource
 from zerostep.step.health import Health
-from zerostep.step.initial_values import broadcast_facts, broadcast_values, tensors_of
+from zerostep.step.initial_values import Titled, broadcast_facts
 from zerostep.step.inner_optimizers import InnerOptimizers
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_params import clear_grads
+from zerostep.step.passes import Passes
 from zerostep.step.place import Progress
-from zerostep.step.reference import ReferenceOptimizer
 from zerostep.step.stats import Stats
 from zerostep.step.training_step import TrainingStep
 from zerostep.step.weak import weakly
@@ -74,6 +79,10 @@ _VERIFIED_STEPS = 10
 _BARE_ONLY = (
     'update="backward" sums the gradients of a bare module itself, and DDP would keep them: pass the '
     'module without DistributedDataParallel, or use update="step"'
+)
+_OWN_RANKS_BARE = (
+    "a parameter group has a process_group of its own, and DistributedDataParallel would sum its gradients over all "
+    "ranks: pass the module without DistributedDataParallel"
 )
 _EVENLY = (
     "build the same optimizer on all ranks of the mesh, and let it divide such parameters evenly; or use "
@@ -92,7 +101,9 @@ class ShardedOptimizer(PartitionedOptimizer):
             is called through `DistributedDataParallel` later.
         optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
         params: tensors, (name, tensor) pairs or parameter groups; all named parameters of `model` if not given. A group
-            may name an `"optimizer_class"` of its own; `defaults` are then not for it.
+            may name an `"optimizer_class"` of its own; `defaults` are then not for it. It may also name a
+            `"process_group"` of its own, some of the optimizer's ranks or a mesh of one dimension: only those hold
+            these parameters, as experts that have fewer replicas; not with DDP, Join or `reduction="all"`.
         process_group: the ranks to divide everything among: a process group, or a mesh of one dimension, or of two to
             replicate across the first and shard inside the second. The module's own group or the world if not given.
         partition: `"elements"` cuts parameters anywhere, `"parameters"` never; `"auto"` cuts where the optimizer class
@@ -151,6 +162,8 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._planner = LayoutPlanner(
             optimizer_class, defaults, self._settings, model_positions(self._model.parameters())
         )
+        self._divisions: list[Division] = []
+        self._own_ranks: list[OwnRanks] = []
         self._stall_seconds = stall_seconds
         self._all_state_dicts = []
         self._join: ShardedJoin | None = None
@@ -168,18 +181,18 @@ class ShardedOptimizer(PartitionedOptimizer):
         with agreed_by_each(across) as mesh_agreements, agreed(self._ranks.control) as agreement:
             self._audits = Audits(audit_every, self._health)
             self._build(params, verify)
-            broadcast = broadcast_facts(self._tensors()) if self._ddp is None else []
+            self._refuse_with_own_ranks(audit_every)
+            broadcast = broadcast_facts(self._shared_tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
             agreement.compare([*self._facts(broadcast), *extra])
             for each in mesh_agreements:
                 each.compare(self._mesh_facts(), _EVENLY)
-            samples = self._sample_unnamed()
+            samples = self._main.sample_unnamed()
         samples.compare(self._ranks.control, must_be_equal=False)
+        self._add_divisions()
         self._start()
-        if verify:
-            steps = _VERIFIED_STEPS if verify is True else verify
-            specs, everyone = self._layout.params, self._ranks.everyone
-            self._training.verify_with(ReferenceOptimizer(self._planner, self.param_groups, specs, everyone, steps))
+        for division in self._divisions if verify else ():
+            division.verify_with_reference(_VERIFIED_STEPS if verify is True else verify)
 
     # ------------------------------------------------------------------ construction
 
@@ -196,7 +209,58 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._check_params()
         if verify:
             refuse_dtensors(self.param_groups, "verify", "verify without tensor parallelism")
-        self._layout = self._planner.plan(self.param_groups, self.world_size)
+        self._own_ranks = own_ranks(self.param_groups, self._ranks)
+        for own in self._own_ranks:
+            groups_there = [self.param_groups[number] for number in sorted(own.groups)]
+            check_dtensors(groups_there, dist.get_process_group_ranks(own.process_group))
+        elsewhere = frozenset[int]().union(*(own.groups for own in self._own_ranks))
+        groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
+        owns = lambda number: number not in elsewhere  # noqa: E731
+        members = range(self.world_size)
+        self._divisions = [Division(self._ranks, self._planner, self._model, groups, owns, members)]
+        self._main.plan()
+
+    def _refuse_with_own_ranks(self, audit_every: int | None) -> None:
+        if not self._own_ranks:
+            return
+        if self._ddp is not None:
+            raise ValueError(_OWN_RANKS_BARE)
+        if self._settings.reduction == "all":
+            raise ValueError(
+                'reduction="all" leaves gradients to other code, GradScaler for one, which would find others on ranks '
+                'that have other experts: use reduction="scatter" with a process_group in a parameter group'
+            )
+        if audit_every is not None:
+            raise ValueError(
+                "audit_every cannot be used with a process_group in a parameter group: call audit() on all ranks, "
+                "where they may wait for each other"
+            )
+
+    def _add_divisions(self) -> None:
+        """Connect the ranks that parameter groups name, which agree on those groups; a collective of all ranks."""
+        groups = weakly(self._current_groups)
+        device = _first_device(self._model)
+        for own in self._own_ranks:
+            ranks = connect_own(own, self._ranks, device)
+            owns, members = own.groups.__contains__, own.members
+            division = Division(ranks, self._planner, self._model, groups, owns, members)
+            # Some ranks may not agree among themselves: then no rank goes on.
+            with agreed(self._ranks.control):
+                division.agree(self._main)
+            self._divisions.append(division)
+
+    @property
+    def _main(self) -> Division:
+        """The groups that all ranks divide."""
+        return self._divisions[0]
+
+    @property
+    def _layout(self) -> Layout:
+        return self._main.layout
+
+    @property
+    def _inners(self) -> InnerOptimizers:
+        return self._main.part.inners
 
     def _refuse_for_backward(self, verify: bool | int) -> None:
         if self._ddp is not None:
@@ -210,7 +274,8 @@ class ShardedOptimizer(PartitionedOptimizer):
     def _check_params(self) -> None:
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
-        check_dtensors(self.param_groups, dist.get_process_group_ranks(self.process_group))
+        shared = [group for group in self.param_groups if group.get(GROUP_KEY) is None]
+        check_dtensors(shared, dist.get_process_group_ranks(self.process_group))
         if self._ddp is not None:
             self._check_ddp(self._ddp)
 
@@ -244,72 +309,59 @@ class ShardedOptimizer(PartitionedOptimizer):
         default = self._planner.default_class
         classes = [getattr(class_of(group, default), "__qualname__", "another") for group in self.param_groups]
         wrapped = "wrapped in DDP" if self._ddp is not None else "bare"
-        specs = self._specs_with_model_names()
         return [
-            *facts_of(self.param_groups, specs, default, with_strides=True),
+            *self._main.param_facts(),
             Fact("the optimizer classes of the groups", ", ".join(classes)),
+            Fact("the groups with a process_group of their own", str([sorted(own.groups) for own in self._own_ranks])),
             Fact("the settings", f"{self._settings}, {wrapped}"),
             *broadcast,
-            *layout_facts(self._layout, [spec.name for spec in specs]),
+            *self._main.layout_facts(),
         ]
 
     def _mesh_facts(self) -> list[Fact]:
         """What must be equal on ranks that hold other blocks of the same parameters."""
-        pairs = zip(self._layout.params, self._all_params, strict=True)
+        pairs = zip(self._layout.params, self._main.params, strict=True)
         whole = [spec.name for spec, param in pairs if sharding_groups(param) and not spec.splittable]
         facts = [Fact("the settings", str(self._settings))]
         if whole:  # their updates communicate over the mesh, bucket by bucket
             facts.append(Fact(f"the layout, with {whole[0]!r}, which is updated as a whole,", self._layout.digest()))
         return facts
 
-    def _specs_with_model_names(self) -> list[ParamSpec]:
-        """The specs with the names of the model, to be compared: in checkpoints unnamed parameters stay unnamed."""
-        known = {id(param): name for name, param in self._model.named_parameters()}
-        pairs = enumerate(zip(self._layout.params, self._all_params, strict=True))
-        return [replace(spec, name=_compared_name(spec, i, known.get(id(param)))) for i, (spec, param) in pairs]
-
-    def _sample_unnamed(self) -> ValueSamples:
-        """Samples of parameters that have no name, neither of their own nor in the model: only values show an order."""
-        specs = self._specs_with_model_names()
-        entries = enumerate(zip(specs, self._all_params, strict=True))
-        unnamed = [(f"parameter {index}", param) for index, (spec, param) in entries if spec.name == f"param.{index}"]
-        return ValueSamples([title for title, _ in unnamed], [param for _, param in unnamed])
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        """All that rank 0 sends to the others before the first step of a bare module, with titles."""
-        return tensors_of(self._model, self._layout.params, self._all_params)
+    def _shared_tensors(self) -> list[Titled]:
+        """All that rank 0 sends to all others before the first step of a bare module, with titles."""
+        main = set(map(id, self._main.params))
+        return self._main.shared_tensors({id(param) for param in self._all_params if id(param) not in main})
 
     def _start(self) -> None:
         """All ranks agree: move the parameters into flat memory and register hooks."""
         reduces = self._ddp is None or self._settings.reduction == "scatter"
-        if self._ddp is None:
-            broadcast_values(self._ranks, [tensor for _, tensor in self._tensors()])
-        progress = Progress(self._health)
-        engine = Engine(self._ranks, self._layout, self._all_params, self._settings, reduces, self._timer, progress)
-        members = [list[Tensor]() for _ in self.param_groups]
-        for leaf in engine.buckets.bind_trainable():
-            members[leaf.group].append(leaf.tensor)
-        with agreed(self._ranks.control):  # a class may refuse the part of one rank
-            planner = self._planner
-            self._inners = InnerOptimizers(self.param_groups, members, planner.default_class, planner.defaults)
+        tensors = self._shared_tensors() if self._ddp is None else []
+        progress, control = Progress(self._health), self._ranks.control
+        counted = global_ranks(self._ranks) if self._own_ranks else ()
+        passes = Passes(self._settings.update == "backward", self.rank, control.world_size, counted)
+        common = self._timer, progress, passes, control
+        self._main.start(tensors, *common, partial(self._make_grad_source, reduces=reduces), reduces)
+        for division in self._divisions[1:]:
+            division.start(division.own_tensors(), *common)
         self.defaults = self._inners.defaults
-        self._grad_source = self._make_grad_source(engine, reduces)
-        self._grad_source.extend(engine.buckets.params)
-        groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
         self._training_step = TrainingStep(
-            engine,
-            self._inners,
-            groups,
-            self._grad_source,
+            [division.part for division in self._divisions],
+            weakly(self._current_groups),
             self._saves,
             self._settings,
             progress,
             weakly(self._holds_all),
         )
-        self._state = ShardedState(self._training_step, self._inners, groups, self._planner, self._ranks)
-        self._forward_hooks = self._make_forward_hooks() if self._settings.gather == "forward" else None
+        if self._settings.gather == "forward":
+            self._hook_modules()
+        groups = weakly(self._current_groups)
         watched = lambda: all_params(groups())  # noqa: E731
         self._ddp_watch = DdpWatch(watched, self._follow_ddp) if self._ddp is None else None
+
+    def _hook_modules(self) -> None:
+        self._main.hook_modules(weakly(self._training.read_status))
+        for division in self._divisions[1:]:
+            division.hook_modules(lambda: None)
 
     def _holds_all(self) -> bool:
         """Whether the model trains no parameter that this optimizer does not hold."""
@@ -333,14 +385,15 @@ class ShardedOptimizer(PartitionedOptimizer):
         engine.finish()  # of a backward pass that has failed, or of compiled autograd
         if not scatters:
             engine.leave_sums_to_ddp()
-        self._grad_source = DdpSource(ddp, engine) if scatters else NoSource()
         self._ddp = ddp
-        self._training.take_gradients_from(self._grad_source)
+        self._training.take_gradients_from(DdpSource(ddp, engine) if scatters else NoSource())
         if self._ddp_watch is not None:
             self._ddp_watch.stop()
         logger.info("the model is called through DistributedDataParallel: this optimizer takes its gradients")
 
     def _refuse_ddp(self, ddp: DistributedDataParallel) -> None:
+        if self._own_ranks:
+            raise ValueError(_OWN_RANKS_BARE)
         if self._settings.update == "backward":
             raise ValueError(_BARE_ONLY)
         self._check_ddp(ddp)
@@ -355,15 +408,6 @@ class ShardedOptimizer(PartitionedOptimizer):
         found = [] if self._ddp_watch is None else self._ddp_watch.modules
         if len(found) == 1:
             self._follow_ddp(found[0])
-
-    def _make_forward_hooks(self) -> ForwardHooks:
-        return ForwardHooks(
-            self._model, self._training.engine.gathers, self._bucket_of(), weakly(self._training.read_status)
-        )
-
-    def _bucket_of(self) -> dict[Tensor, int]:
-        buckets = self._training.engine.buckets
-        return {param: buckets.layout.place_of(index)[0] for index, param in enumerate(buckets.params)}
 
     @property
     def _training(self) -> TrainingStep:
@@ -388,6 +432,11 @@ class ShardedOptimizer(PartitionedOptimizer):
         if self._training_step is None:
             super().add_param_group(param_group)
             return
+        if isinstance(param_group, dict) and param_group.get(GROUP_KEY) is not None:
+            raise ValueError(
+                "a group with a process_group of its own cannot be added later: give all such groups to the "
+                "constructor of the optimizer"
+            )
         before = len(self.param_groups), self._layout
         try:
             with agreed(self._ranks.control) as agreement:
@@ -396,18 +445,19 @@ class ShardedOptimizer(PartitionedOptimizer):
                 passes = self._training.engine.iteration.passes
                 fact = Fact("the number of backward passes since the last step", str(passes))
                 agreement.compare([fact, *self._facts()], _ADDING)
-                samples = self._sample_unnamed()
+                samples = self._main.sample_unnamed()
             samples.compare(self._ranks.control, must_be_equal=False)
         except Exception:
             del self.param_groups[before[0] :]
-            self._layout = before[1]
+            self._main.restore_plan(before[1])
             raise
-        self._start_last_group()
+        self.synchronize()
+        for division in self._divisions:
+            division.start_last_group(broadcast=self._ddp is None)
 
     def _append(self, param_group: Group) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
-        number, count = len(self.param_groups), len(self._all_params)
         complete = self._planner.complete(normalise([param_group])[0])
         defaults, self.defaults = self.defaults, {}  # the group is complete; another class's options are not for it
         try:
@@ -415,22 +465,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         finally:
             self.defaults = defaults
         self._check_params()
-        further = self._planner.plan(self.param_groups[-1:], self.world_size, number, count)
-        self._layout = extend(self._layout, further)
-
-    def _start_last_group(self) -> None:
-        step, engine = self._training, self._training.engine
-        self.synchronize()
-        engine.extend(self._layout, self._all_params)
-        if self._ddp is None:
-            broadcast_values(self._ranks, self.param_groups[-1]["params"])
-        leaves, number = engine.buckets.bind_trainable(), len(self.param_groups) - 1
-        self._inners.add(self.param_groups[-1], [leaf.tensor for leaf in leaves if leaf.group == number])
-        step.add_leaves([leaf for leaf in leaves if leaf.group != number])
-        self._grad_source.extend(engine.buckets.params)
-        step.add_to_reference(self.param_groups[-1])
-        if self._forward_hooks is not None:
-            self._forward_hooks.set_buckets(self._bucket_of())
+        self._main.plan_last_group()
 
     # ------------------------------------------------------------------ one step
 
@@ -476,22 +511,23 @@ class ShardedOptimizer(PartitionedOptimizer):
         """Another rank has failed, and the device waits for it; runs on the watching thread."""
         # First: whoever waits for the device goes on once the wait has ended, and must find this optimizer broken.
         self._health.mark_broken(description)
-        for transport in (self._ranks.everyone, self._ranks.shards, self._ranks.replicas):
-            transport.abort()
+        for ranks in [self._ranks, *(division.ranks for division in self._divisions[1:])]:
+            for transport in (ranks.everyone, ranks.shards, ranks.replicas):
+                transport.abort()
 
     @property
     def _inner_methods(self) -> InnerMethods | None:
         if self._training_step is None:
             return None
         return InnerMethods(
-            optimizers=self._inners.all,
+            optimizers=[each for division in self._divisions for each in division.part.inners.all],
             control=self._ranks.control,
             health=self._health,
             groups=self.param_groups,
             begin=self._begin_method,
             run=self._training.run_method,
             facts=self._method_facts,
-            send=self._training.engine.send_all,
+            send=self._training.send_all,
         )
 
     def _begin_method(self) -> None:
@@ -506,17 +542,19 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those that were reduced too."""
-        engine = self._training.engine
+        engines = [division.engine for division in self._divisions]
         if set_to_none or self._settings.reduction == "all":
-            engine.drop_all()
+            for engine in engines:
+                engine.drop_all()
             if set_to_none:
                 clear_grads(self._all_params)
             else:
                 super().zero_grad(set_to_none)
         else:
-            if engine.joining():
+            if engines[0].joining():
                 raise RuntimeError("inside Join, ranks without inputs cannot follow: use zero_grad(set_to_none=True)")
-            engine.zero_all()
+            for engine in engines:
+                engine.zero_all()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only add up local gradients; the first one outside sends the sum."""
@@ -567,51 +605,67 @@ class ShardedOptimizer(PartitionedOptimizer):
         What is shaped like the parameter is a flat view of the owned elements where a parameter may be cut.
         """
         refuse_dcp("ShardedOptimizer")
-        return {} if self._training_step is None else self._state.leaves.by_parameter()
+        if self._training_step is None:
+            return {}
+        found = [division.state.leaves.by_parameter() for division in self._divisions]
+        return {param: entry for each in found for param, entry in each.items()}
 
     @state.setter
     def state(self, value: Any) -> None:
         pass  # torch sets an empty one before anything exists
 
     def _collect_state(self, to: int) -> list[Any]:
-        return self._state.collect(to)
+        if len(self._divisions) == 1:
+            return collect_state(self._divisions, to)
+        with agreed(self._ranks.control):  # those that hold the experts of rank `to` may fail where others have no part
+            return collect_state(self._divisions, to)
 
     def _consolidated(self) -> StateDict:
-        return self._state.consolidated(self._all_state_dicts)
+        return consolidated(self._divisions, self.param_groups, self._all_state_dicts)
 
     def _load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
-        self._state.load_whole(state_dict, allow_missing)
+        load_whole(self._divisions, self.param_groups, self._training, state_dict, allow_missing)
+
+    def audit(self) -> AuditReport:
+        """Compare over all ranks, bit for bit, what must be the same on them; see the base class.
+
+        Parameters of groups with a process group of their own are compared on its ranks.
+        """
+        if len(self._divisions) == 1:
+            return super().audit()
+        with agreed(self._ranks.control):  # what some ranks find, all raise
+            reports = [super().audit()]
+            reports += [audit(division.audit_subject(self._training.count)) for division in self._divisions[1:]]
+        return AuditReport(*(sum(values) for values in zip(*map(astuple, reports), strict=True)))
 
     def _audit_subject(self) -> AuditSubject:
         self._training.ensure_complete()
-        buckets = self._training.engine.buckets
-        buckets.follow_params()
-        return AuditSubject(
-            everyone=self._ranks.everyone,
-            control=self._ranks.control,
-            positions=self._ranks.positions,
-            specs=self._layout.params,
-            params=buckets.params,
-            groups=self.param_groups,
-            masters=buckets.masters(),
-            param_states=self._state.leaves.param_states,
-            step=self._training.count,
-        )
+        return self._main.audit_subject(self._training.count)
 
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
+        if len(self._divisions) > 1:
+            raise RuntimeError(
+                "checkpoints of an optimizer with a process_group in a parameter group are not written yet: use "
+                "consolidate_state_dict() and state_dict(), for each set of experts"
+            )
+        optimizers = group_optimizers(self._divisions, self.param_groups)
         return OptimizerView(
             control=self._ranks.control,
             model_ranks=self._model_ranks,
             parts=[self._part()],
             groups=self.param_groups,
-            optimizer_names=[type(self._inners.of(group)).__name__ for group in range(len(self.param_groups))],
+            optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
             step=self._training.count,
             saves=self._saves,
             ensure_complete=self._ensure_complete,
+<<<<<<< HEAD
+=======
+            param_states=self._main.state.leaves.param_states,
+>>>>>>> main
             global_state=lambda: self._inners.named,
-            group_optimizer=self._state.group_optimizer,
+            group_optimizer=self._main.state.group_optimizer,
             loads_whole_state=self._training.verifies,
             restore=self._restore,
             begin_load=self._health.begin_shared_load,
@@ -634,11 +688,17 @@ class ShardedOptimizer(PartitionedOptimizer):
         options: Sequence[Group],
         step: int,
     ) -> Callable[[], None]:
+<<<<<<< HEAD
         (states,) = saved
         replace = self._state.prepare_restore(states, global_state, options, step)
+=======
+        replace = self._main.state.prepare_restore(saved, global_state, options)
+>>>>>>> main
 
         def apply() -> None:
+            self._training.recover()
             replace()
+            self._training.loaded(bool(saved), step)
             self._all_state_dicts = []
 
         return apply
@@ -655,6 +715,11 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         A module in DDP is listed before the optimizer: `Join([ddp, optimizer])`. A bare module is not listed.
         """
+        if self._own_ranks:
+            raise RuntimeError(
+                "Join cannot be used with a process_group in a parameter group: a rank without inputs has experts that "
+                "others still train. Give all ranks equally many inputs"
+            )
         self._follow_only_ddp()
         in_ddp = self._ddp is not None
         if self._settings.update == "backward":
@@ -689,27 +754,7 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def stats(self) -> Stats:
         """Bytes moved and held, time waited and how even the shares are, since the optimizer was built; local."""
-        engine, layout = self._training.engine, self._layout
-        loads = [layout.load(rank) for rank in range(self.world_size)]
-        sent, received = engine.traffic()
-        with engine.lock:  # another thread may be training
-            gradient_bytes, state_bytes = engine.gradient_bytes, self._state.nbytes()
-        return Stats(
-            steps=self._training.count,
-            rank=self.rank,
-            world_size=self.world_size,
-            buckets=len(layout.buckets),
-            elements=sum(loads),
-            owned_elements=loads[self.rank],
-            imbalance=max(loads) * self.world_size / max(1, sum(loads)),
-            bytes_sent=sent,
-            bytes_received=received,
-            gradient_bytes=gradient_bytes,
-            state_bytes=state_bytes,
-            compiled_graphs=0 if engine.compiled is None else engine.compiled.graphs,
-            compile_seconds=0.0 if engine.compiled is None else engine.compiled.seconds,
-            wait_seconds=self._timer.wait_seconds,
-        )
+        return stats_of(self._divisions, self._training.count, self._timer)
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
@@ -724,10 +769,3 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | N
 
 def _first_device(model: nn.Module) -> torch.device | None:
     return next((param.device for param in model.parameters()), None)
-
-
-def _compared_name(spec: ParamSpec, index: int, in_model: str | None) -> str:
-    """A name that tells the ranks' parameters apart: the user's own, the model's, or both if they differ."""
-    if in_model in (None, spec.name):
-        return spec.name
-    return str(in_model) if spec.name == f"param.{index}" else f"{spec.name}, which is {in_model} in the model"

@@ -1,4 +1,4 @@
-"""The state of a `ShardedOptimizer`: collected on one rank, and replaced by a state dict or a checkpoint."""
+"""The state of the groups that one set of ranks divides: collected on one rank, and replaced by another one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from torch import Tensor
 from zerostep.comm.mesh import Ranks
 from zerostep.comm.objects import gather_object
 from zerostep.dtensors import local_of
-from zerostep.plan.groups import CLASS_KEY, Group, class_of, options, own_options
+from zerostep.plan.groups import Group, class_of, own_options
 from zerostep.plan.layout_planner import LayoutPlanner
-from zerostep.state.consolidate import assemble, pack_groups, to_plain
+from zerostep.state.consolidate import assemble, to_plain
 from zerostep.state.dtensor_state import as_local_entry
 from zerostep.state.expected import GroupOptimizer
 from zerostep.state.leaf_state import LeafStates
-from zerostep.state.load_state_dict import validate
-from zerostep.state.missing import complete_state_dict, refuse_missing
-from zerostep.state.param_state import DictState, SavedState, StateDict
-from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.training_step import TrainingStep
+from zerostep.state.param_state import DictState, Entry, SavedState
+from zerostep.step.step_part import StepPart
 
 Groups = Callable[[], list[Group]]  # the user may replace the list
 
@@ -28,12 +25,10 @@ Groups = Callable[[], list[Group]]  # the user may replace the list
 class ShardedState:
     """State dicts and checkpoints, for leaves that lie on all ranks."""
 
-    def __init__(
-        self, step: TrainingStep, inners: InnerOptimizers, groups: Groups, planner: LayoutPlanner, ranks: Ranks
-    ) -> None:
-        self._step, self._inners, self._groups, self._planner, self._ranks = step, inners, groups, planner, ranks
-        self._buckets = step.engine.buckets
-        self.leaves = LeafStates(self._buckets, inners)
+    def __init__(self, part: StepPart, groups: Groups, planner: LayoutPlanner, ranks: Ranks) -> None:
+        self._part, self._inners, self._groups, self._planner, self._ranks = part, part.inners, groups, planner, ranks
+        self._buckets = part.engine.buckets
+        self.leaves = LeafStates(self._buckets, self._inners)
 
     def collect(self, to: int) -> list[Any]:
         """Every rank's part of the state, on rank `to`; an empty list elsewhere. A collective."""
@@ -43,43 +38,36 @@ class ShardedState:
 
         return gather_object(self._ranks.shard_control(), mine, to)
 
-    def consolidated(self, parts: Sequence[Any]) -> StateDict:
-        """What was collected, as one state dict."""
-        groups = [{k: v for k, v in group.items() if k != CLASS_KEY} for group in pack_groups(self._groups())]
-        state: dict[Any, Any] = dict(assemble([part["by_parameter"] for part in parts], self._buckets.params))
-        for part in reversed(parts):  # under a name, the lowest rank's value is kept
-            state |= part["by_name"]
-        return complete_state_dict(state, groups)
+    def assembled(self, parts: Sequence[Any]) -> dict[int, Entry]:
+        """What was collected, by parameter."""
+        return assemble([part["by_parameter"] for part in parts], self._buckets.params)
 
-    def load_whole(self, state_dict: StateDict, allow_missing: bool) -> None:
-        """Replace state and options by this rank's part of a state dict, or raise and change nothing."""
-        optimizers = [self._inners.of(group) for group in range(len(self._groups()))]
-        numbers, buckets = validate(state_dict, self._groups(), optimizers, {}), self._buckets
-        if not allow_missing:
-            refuse_missing(state_dict, numbers, buckets.layout.params, buckets.params, self.group_optimizer)
-        entries = {numbers[key]: entry for key, entry in state_dict["state"].items() if key in numbers}
-        saved = {number: as_local_entry(entry, buckets.params[number])[0] for number, entry in entries.items()}
-        named = {key: value for key, value in state_dict["state"].items() if key not in numbers}
-        chosen = [options(dict(group)) for group in state_dict["param_groups"]]
-        self._step.engine.recover()
-        states = {number: DictState(entry, local_of(buckets.params[number])) for number, entry in saved.items()}
-        self.leaves.load(states, named, chosen)
-        self._step.load_reference(saved, named, chosen)
-        self._step.loaded(bool(saved))
+    def prepare_load(
+        self, saved: Mapping[int, Mapping[str, Any]], named: Mapping[str, Any], options: Sequence[Group]
+    ) -> Callable[[], None]:
+        """Read this rank's part of whole state, by parameter; the returned function replaces state and options."""
+        params = self._buckets.params
+        local = {number: as_local_entry(entry, params[number])[0] for number, entry in saved.items()}
+        states = {number: DictState(entry, local_of(params[number])) for number, entry in local.items()}
+        replace_state = self.leaves.prepare(states, dict(named), options)
+
+        def apply() -> None:
+            replace_state()
+            self._part.load_reference(local, dict(named), options)
+
+        return apply
 
     def prepare_restore(
-        self, saved: Mapping[int, SavedState], named: Mapping[str, Any], options: Sequence[Group], step: int
+        self, saved: Mapping[int, SavedState], named: Mapping[str, Any], options: Sequence[Group]
     ) -> Callable[[], None]:
         """Read this rank's part of a checkpoint; the returned function replaces state and options by it."""
         replace_state = self.leaves.prepare(saved, dict(named), options, fresh=True)
 
         def apply() -> None:
-            self._step.engine.recover()
             replace_state()
-            compared = saved if self._step.verifies else {}
+            compared = saved if self._part.verifies else {}
             whole = {number: {key: state.whole(key) for key in state.names()} for number, state in compared.items()}
-            self._step.load_reference(whole, dict(named), options)
-            self._step.loaded(bool(saved), step)
+            self._part.load_reference(whole, dict(named), options)
 
         return apply
 

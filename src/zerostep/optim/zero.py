@@ -41,6 +41,7 @@ from zerostep.plan.groups import (
     normalise,
     options,
     refuse_dtensors,
+    refuse_own_ranks,
     refuse_shared_memory,
     refuse_sparse,
 )
@@ -480,6 +481,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _append_group(self, param_group: Group) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, got a {type(param_group).__name__}")
+        refuse_own_ranks([param_group])
         super().add_param_group(normalise([param_group])[0])
         refuse_sparse(self.param_groups[-1]["params"])
         refuse_shared_memory(self.param_groups)
@@ -743,7 +745,9 @@ def _broadcast_object(
 def _normalised(params: Any) -> tuple[list[Group], Exception | None]:
     """Groups, or the error in `params`: it is raised once ranks are connected, so that all of them raise."""
     try:
-        return normalise(params), None
+        groups = normalise(params)
+        refuse_own_ranks(groups)
+        return groups, None
     except Exception as error:
         return [], error
 

@@ -18,9 +18,12 @@ Group = dict[str, Any]
 OptimizerClass = Callable[..., Optimizer]
 
 CLASS_KEY = "optimizer_class"
+GROUP_KEY = "process_group"
 
 _WANTED = "params must be an iterable of tensors, of (name, tensor) pairs or of dicts (parameter groups)"
 _NOT_OPTIONS = ("params", "param_names")
+NOT_OF_CLASS = frozenset({CLASS_KEY, GROUP_KEY})
+"""What a group says to the sharded optimizer, and not to its optimizer class; never part of a state dict."""
 
 
 def normalise(params: Any) -> list[Group]:
@@ -67,6 +70,15 @@ def refuse_sparse(params: Iterable[Tensor]) -> None:
     sparse = {param.type() for param in params if param.layout != torch.strided}
     if sparse:
         raise ValueError(f"only dense parameters can be sharded; got {', '.join(sorted(sparse))}: call .to_dense()")
+
+
+def refuse_own_ranks(groups: Iterable[Group]) -> None:
+    """Raise `ValueError` if a group names a process group of its own, in an optimizer that leaves sums to DDP."""
+    if any(group.get(GROUP_KEY) is not None for group in groups):
+        raise ValueError(
+            "a parameter group has a process_group of its own, which ZeroRedundancyOptimizer cannot have, because DDP "
+            "sums all gradients over one group: use ShardedOptimizer, with the module without DDP"
+        )
 
 
 def refuse_shared_memory(groups: Sequence[Group]) -> None:
@@ -170,5 +182,10 @@ def class_of(group: Group, default: OptimizerClass) -> OptimizerClass:
 
 
 def own_options(group: Group) -> Group:
-    """The options of a group for its optimizer class: without that class, the parameters and their names."""
-    return {key: value for key, value in options(group).items() if key != CLASS_KEY}
+    """The options of a group for its optimizer class: without that class, its ranks, the parameters and their names."""
+    return {key: value for key, value in options(group).items() if key not in NOT_OF_CLASS}
+
+
+def without_params(group: Group) -> Group:
+    """A copy of a group that has its options and no parameters."""
+    return {**{key: value for key, value in group.items() if key != "param_names"}, "params": []}

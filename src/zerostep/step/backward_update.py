@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zerostep.comm.exchange import Exchange
-from zerostep.comm.transport import PendingInts
+from zerostep.comm.transport import PendingInts, Transport
 from zerostep.errors import InterruptedPassError
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.inner_optimizers import InnerOptimizers, PartialSteps
@@ -123,11 +123,24 @@ class AppliedGradOps:
         """Refused."""
         raise _too_late()
 
-    def total_norm(self, norm_type: float) -> Tensor:
+    def total_norm(self, norm_type: float, others: Sequence[Any] = ()) -> Tensor:
+        """Refused."""
+        raise _too_late()
+
+    def share_of_norm(self, norm_type: float) -> Tensor:
         """Refused."""
         raise _too_late()
 
     def scale(self, factor: Tensor) -> None:
+        """Refused."""
+        raise _too_late()
+
+    @property
+    def mesh_transports(self) -> Sequence[Transport]:
+        """None: nothing is exchanged."""
+        return ()
+
+    def mark_non_finite(self, found_inf: Tensor) -> None:
         """Refused."""
         raise _too_late()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerostep.dtensors import is_dtensor
 from zerostep.memory.leaf import Leaf
 from zerostep.plan.groups import Group, own_options
 from zerostep.step.inner_optimizers import InnerOptimizers
@@ -174,7 +175,7 @@ class _OptimizerPrograms:
         self._decisions: set[Decision] = set()
         self._measured: frozenset[str] = frozenset()
         self._factors = _Factors()
-        self.refused = False
+        self.refused = self._told_of_dtensors = False
         self.seconds, self.graphs = 0.0, 0
 
     @property
@@ -236,6 +237,9 @@ class _OptimizerPrograms:
 
     def prepare(self, leaf: Leaf, grad: Tensor, rounded: Tensor | None, group: _GroupOptions) -> Update | None:
         """The update of a leaf, compiled now if none of its kind was before."""
+        if is_dtensor(leaf.tensor):
+            self._tell_of_dtensors()
+            return None
         state: Mapping[Any, Any] = self._optimizer.state
         entry: dict[str, Any] = state.get(leaf.tensor) or {}
         if not entry and (leaf not in self._stepped or not group.stateless):
@@ -245,6 +249,12 @@ class _OptimizerPrograms:
         if known is None or not known.fits(leaf, grad, rounded, entry, group):
             known = self._ready[leaf] = self._made_ready(leaf, grad, rounded, entry, group)
         return Update(self, known.ready, flat_alias(grad) if known.ready.flattened else grad, group.values)
+
+    def _tell_of_dtensors(self) -> None:
+        if not self._told_of_dtensors:
+            self._told_of_dtensors = True
+            name = type(self._optimizer).__name__
+            logger.warning("compile=True: %s updates parameters that a mesh divides by its own step()", name)
 
     def _made_ready(
         self, leaf: Leaf, grad: Tensor, rounded: Tensor | None, entry: dict[str, Any], group: _GroupOptions

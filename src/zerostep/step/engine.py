@@ -13,9 +13,8 @@ gather      the new parameters go to everyone; waited for at the end of the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from threading import RLock
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from weakref import ref
 
 import torch
@@ -27,22 +26,20 @@ from zerostep.comm.mesh import Ranks
 from zerostep.comm.transport import Presence
 from zerostep.dtensors import local_grad
 from zerostep.plan.layout import Layout
-from zerostep.plan.layout_planner import Settings
-from zerostep.step.backward_end import BackwardEnd
+from zerostep.plan.layout_planner import LayoutPlanner
 from zerostep.step.backward_update import AppliedGradOps, BackwardUpdate, refuse_kept_gradients
 from zerostep.step.bucket_shards import BucketShards
 from zerostep.step.compiled_update import CompiledUpdates
 from zerostep.step.ddp_hook import in_backward_pass
 from zerostep.step.gathering import PendingGathers
-from zerostep.step.grad_ops import ShardedGradOps
+from zerostep.step.grad_ops import GradChecks, ShardedGradOps
 from zerostep.step.grad_sums import GradSums
 from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.iteration import Iteration, Phase
 from zerostep.step.labels import PhaseTimer
 from zerostep.step.late_rows import LateRows
 from zerostep.step.mesh_sums import MeshSums
-from zerostep.step.pass_failure import PassFailure
 from zerostep.step.pass_messages import PassMessages
+from zerostep.step.passes import Passes
 from zerostep.step.place import NONE, SOME, UNKNOWN, Progress
 from zerostep.step.reduction import Reduction
 from zerostep.step.reduction_plan import ReductionPlan, make_plan
@@ -70,23 +67,23 @@ class Engine:
         ranks: Ranks,
         layout: Layout,
         params: Sequence[Tensor],
-        settings: Settings,
+        planner: LayoutPlanner,
         reduces: bool,
         timer: PhaseTimer,
         progress: Progress,
+        passes: Passes,
     ) -> None:
-        self._progress = progress
-        self._ranks, self._settings, self._reduces, self._timer = ranks, settings, reduces, timer
-        self.lock = RLock()
+        self._progress, self._passes, self._positions = progress, passes, planner.positions
+        self._ranks, self._settings, self._reduces, self._timer = ranks, planner.settings, reduces, timer
+        settings = planner.settings
+        self.lock, self.iteration, self.failures = passes.lock, passes.iteration, passes.failures
         self.buckets = BucketShards(ranks, layout, params, settings.master_dtype)
         first = self.buckets.params[layout.buckets[0].slots[0].param].device
         same = ranks.everyone is ranks.shards
         self._control: Exchange = self.buckets.exchanges[0] if same else connect_exchange(ranks.everyone, first)
         self._sum_replicas = ranks.replica_all_reduce(first)
-        self.iteration = Iteration(one_pass=self._in_backward)
-        self.failures = PassFailure(self.lock, self.iteration, self.buckets.rank)
         # Weakly, here and below: without a cycle, this engine goes with its optimizer, and its hooks are removed then.
-        self._backward_end = BackwardEnd(self._backward_over)
+        self._backward_end = passes.backward_end
         self.gathers = PendingGathers(timer)
         self._updater = Updater(self.buckets, self.gathers, settings, self.blocks_host, timer)
         plan = self._plan()
@@ -94,11 +91,12 @@ class Engine:
         self._backward_update = BackwardUpdate(self.buckets, self._updater, self._control, timer)
         sink = self._backward_update if self._in_backward else self.sums
         self.reduction = Reduction(plan, self._sum_replicas, timer, sink, weakly(self._collect))
-        self._mesh_sums = MeshSums(params, first)
+        self._mesh_sums = MeshSums(params, first, passes.counted)
         kept = ShardedGradOps(ref(self), self.buckets, self.sums, ranks.shards, self._mesh_sums, settings.reduction)
         self.grad_ops: ShardedGradOps | AppliedGradOps = AppliedGradOps() if self._in_backward else kept
         self._stand_ins = StandIns(self.buckets, ref(self.grad_ops))
         self._used_in_pass: set[int] = set()
+        self._dropped: dict[int, Tensor | None] = {}
         self._taken_along: set[int] = set()
         self._placed: set[int] = set()  # parameters that got a stand-in in the open pass, inside a backward call
         self._plain_task = _NO_TASK  # the backward call of an open pass in which small gradients are only held
@@ -107,21 +105,24 @@ class Engine:
         late, before = LateRows(), weakly(self._steps_before_load)
         self._messages = PassMessages(self._control, timer, progress, late, before, ranks.everyone.presence)
         self.status = StepStatus(self._control, timer, late, before, progress.facts)
-        self._any_gradient = False
         self._on_pass: Callable[[], None] | None = None
         self._joining: Callable[[], bool] = lambda: False
-        self._begin_update: Callable[[], InnerOptimizers] | None = None
+        self._inners: InnerOptimizers | None = None
+        self._before_updates: Callable[[], None] = lambda: None
         self._end_update: Callable[[], None] = lambda: None
         self._before_pass: Callable[[], None] = lambda: None
         self._holds_all: Callable[[], bool] = lambda: True
         self._hook_trainable: Callable[[], None] = lambda: None
-        self._paused = self._lifted = False
+        self._lifted = False
         self._reference: ReferenceOptimizer | None = None
+        self._leads = passes.add(self)
 
     def _plan(self) -> ReductionPlan:
-        scale = 1.0 / self._ranks.everyone.world_size  # so that sums over the ranks are averages
-        exchanges = [self.buckets.exchange(bucket) for bucket in range(len(self.buckets.layout.buckets))]
-        return make_plan(self.buckets.layout, self.buckets.rank, self.buckets.params, exchanges, self._settings, scale)
+        scale = 1.0 / self._passes.world_size  # so that sums over the ranks are averages
+        layout, params = self.buckets.layout, self.buckets.params
+        exchanges = [self.buckets.exchange(bucket) for bucket in range(len(layout.buckets))]
+        places = [self._positions.get(param, len(self._positions)) for param in params]
+        return make_plan(layout, self.buckets.rank, params, exchanges, self._settings, scale, places)
 
     @property
     def _whole(self) -> bool:
@@ -181,20 +182,21 @@ class Engine:
 
     # ------------------------------------------------------------------ what callers attach
 
-    def attach(
-        self,
-        before_pass: Callable[[], None],
-        holds_all: Callable[[], bool],
-        hook_trainable: Callable[[], None],
-        begin_update: Callable[[], InnerOptimizers],
-        end_update: Callable[[], None],
+    def attach_first(
+        self, before_pass: Callable[[], None], holds_all: Callable[[], bool], before_updates: Callable[[], None]
     ) -> None:
-        """Take a check that precedes each pass, hooks for all trainable parameters, and updates inside backward.
+        """Take what the first engine of an optimizer calls for all: a check that precedes each pass, and updates.
 
-        `holds_all` is whether no other optimizer has trainable parameters of the model.
+        `before_updates` precedes those inside backward; `holds_all` is whether no other optimizer has trainable
+        parameters of the model.
         """
-        self._before_pass, self._holds_all, self._hook_trainable = before_pass, holds_all, hook_trainable
-        self._begin_update, self._end_update = begin_update, end_update
+        self._before_pass, self._holds_all, self._before_updates = before_pass, holds_all, before_updates
+
+    def attach(
+        self, hook_trainable: Callable[[], None], inners: InnerOptimizers, end_update: Callable[[], None]
+    ) -> None:
+        """Take hooks for all trainable parameters, and what updates inside backward need."""
+        self._hook_trainable, self._inners, self._end_update = hook_trainable, inners, end_update
 
     def set_reference(self, reference: ReferenceOptimizer | None) -> None:
         """Show all gradients to a reference optimizer, which compares their sums; `None` ends that."""
@@ -215,29 +217,29 @@ class Engine:
     @property
     def is_paused(self) -> bool:
         """Whether gradients only add up in `.grad`."""
-        return self._paused
+        return self._passes.paused
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, gradients add up in `.grad` and are not reduced."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, gradients add up in `.grad` and are not reduced, those of other engines of the optimizer neither."""
+        return self._passes.pause()
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed here, and not by DDP."""
+        return self._reduces
 
     # ------------------------------------------------------------------ gradients arrive
 
     def arrived(self, index: int) -> None:
         """Autograd has finished a gradient of a bare module; runs on autograd's thread, inside a hook."""
         # Nearly always no more than this. A bucket's parameters are on one device, and arrive on one thread.
-        if _current_task() == self._plain_task and not self._paused and self.reduction.count(index):
+        if _current_task() == self._plain_task and not self._passes.paused and self.reduction.count(index):
             if self.reduction.has_full:
                 with self.lock, self.failures.noting():
                     self.reduction.launch_full()
             return
-        if self._paused:
-            self._any_gradient = True
+        if self._passes.paused:
+            self._passes.note_gradient()
             self._paused_grads.add(index)
             self._stand_ins.keep_own_grad(index)
             return
@@ -248,7 +250,7 @@ class Engine:
 
     def _enter_pass_with(self, index: int) -> None:
         try:
-            self._enter_pass()
+            self._passes.enter()
         except BaseException:
             if not self.iteration.in_pass:
                 self._discard_own_grad(index)
@@ -272,27 +274,20 @@ class Engine:
     def arrived_in_ddp(self, index: int, grad: Tensor | None) -> None:
         """DDP has a gradient ready, or `None` for a parameter that this rank has not used."""
         with self.lock, self.failures.noting():
-            self._any_gradient = True  # in this pass, on some rank
+            self._passes.note_gradient()  # in this pass, on some rank
             if not in_backward_pass() and not self.iteration.in_pass and not self.iteration.passes:
                 # The shadow pass of a joined rank: the live ranks drop their gradients before a step's first pass.
                 self.drop_all()
             if not (self.iteration.in_pass and self._backward_end.is_expected):
-                self._enter_pass()
+                self._passes.enter()
             if grad is None:
                 self._absent.append(index)
                 self.reduction.arrive(index, None)
             else:
                 self._take(index, grad)
 
-    def _enter_pass(self) -> None:
-        if self.iteration.in_pass and in_backward_pass() and not self._backward_end.active:
-            self.end_pass()  # of a backward call that has failed, or of compiled autograd, which runs no callbacks
-        self._backward_end.expect()
-        if not self.iteration.in_pass:
-            self._begin_pass()
-
-    def _begin_pass(self) -> None:
-        """Begin a pass, before its first gradient is taken."""
+    def prepare_pass(self) -> None:
+        """Before a pass begins: notice what the user has done, and raise if it must not begin."""
         self._before_pass()
         self.buckets.check_params()
         self.iteration.refuse_second_pass()
@@ -302,9 +297,12 @@ class Engine:
             refuse_kept_gradients(self.buckets.layout.params[index].name for index in self.sums.used)
         if self._on_pass is not None:
             self._on_pass()
-        if self._begin_update is not None and self._in_backward:
-            self._backward_update.begin(self._begin_update())
-        self.iteration.begin_pass()
+        if self._inners is not None and self._in_backward:
+            self._before_updates()
+            self._backward_update.begin(self._inners)
+
+    def open_pass(self) -> None:
+        """A pass has begun, and its first gradient is about to be taken."""
         self._taken_along, self._placed = set(), set()
         if self._reference is not None and self._whole:
             self._reference.drop()  # every pass sends whole gradients
@@ -325,18 +323,18 @@ class Engine:
         if self.reduction.is_counted(index):
             # As below, and autograd has added it to the first one, which is sent with this pass.
             self._refuse_second_grad(index)
-            self.end_pass()
-            self._begin_pass()
+            self._passes.end()
+            self._passes.begin()
             return
         grad, adds = self._stand_ins.take_grad(index)
         if grad is None:
             return
-        self._any_gradient = True
+        self._passes.note_gradient()
         if self.reduction.is_taken(index):
             # In a backward call inside another one that uses the parameter, too: a pass takes one gradient of each.
             self._refuse_second_grad(index)
-            self.end_pass()
-            self._begin_pass()
+            self._passes.end()
+            self._passes.begin()
             whole = self.buckets.params[index].grad if self._whole else None
             grad = grad if whole is None else whole + grad
         elif adds and self._whole:
@@ -371,15 +369,8 @@ class Engine:
 
     # ------------------------------------------------------------------ a pass ends
 
-    def _backward_over(self) -> None:
-        """A backward call is over; runs on autograd's thread."""
-        if self.iteration.in_pass:
-            self.end_pass()
-        else:
-            with self.lock:
-                self._put_back()  # after torch.autograd.grad, or a pass inside no_sync()
-
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Put stand-ins back that were taken out for DDP."""
         if self._lifted:
             self._stand_ins.put_back()
             # DDP remembers which parameters were used inside no_sync(), and then insists on their gradients.
@@ -387,36 +378,37 @@ class Engine:
             self._lifted = False
 
     def end_pass(self, read: bool = True) -> None:
-        """Launch the rest of an open pass, and learn which parameters some rank has used.
+        """End an open pass, of all engines of the optimizer: see `Passes.end`."""
+        self._passes.end(read)
 
-        Without `read` the messages of other ranks are read by
-        `settle`: a joined rank may not wait for them in DDP's shadow pass, because the others first wait for DDP's.
-        """
-        with self.lock, self.failures.noting():
-            if not self.iteration.in_pass:
-                return
-            self._plain_task = _NO_TASK
-            self._take_leftovers()
-            self.reduction.end()
-            dropped = self._dropped_since_placed()
-            self._used_in_pass = self.reduction.written - self._taken_along
-            if self._in_backward or self._whole:
-                self.reduction.finish()
-            self.reduction.release_scratch()
-            self.sums.use(self._used_in_pass)
-            failure = self._end_backward_update() if self._in_backward else None
-            self._exchange_messages(read, () if dropped else self._placed)
-            # Before the error is raised: everything of this pass was sent, and `recover` must not send it again.
-            self.iteration.end_pass()
-            self._put_back_dropped(dropped)
-            self.failures.pass_ended(failure)
-            if failure is not None:
-                self.status.send_error(failure)
-                failure.add_note(
-                    f"zerostep: the update of step {self.iteration.steps + 1} inside backward failed on rank "
-                    f"{self.buckets.rank}; restart from the last checkpoint on all ranks"
-                )
-                raise failure
+    def close_pass(self) -> BaseException | None:
+        """All buckets of a pass are launched: note what was used. The error of an update inside backward."""
+        self._dropped = self._dropped_since_placed()
+        self._used_in_pass = self.reduction.written - self._taken_along
+        if self._in_backward or self._whole:
+            self.reduction.finish()
+        self.reduction.release_scratch()
+        self.sums.use(self._used_in_pass)
+        return self._backward_update.end() if self._in_backward else None
+
+    def tell_update(self, failure: BaseException | None) -> None:
+        """Tell all ranks how the updates inside backward have ended, if there were any."""
+        if self._in_backward:
+            self.status.send(self._progress.place(self._gradients()), failure)
+
+    def raise_failed_update(self, failure: BaseException) -> None:
+        """Raise the error of an update inside backward, when all ranks have been told of it."""
+        self.status.send_error(failure)
+        failure.add_note(
+            f"zerostep: the update of step {self.iteration.steps + 1} inside backward failed on rank "
+            f"{self.buckets.rank}; restart from the last checkpoint on all ranks"
+        )
+        raise failure
+
+    def after_pass(self) -> None:
+        """A pass has ended for all engines: drop what the user has dropped before its end."""
+        dropped, self._dropped = self._dropped, {}
+        self._put_back_dropped(dropped)
 
     def _dropped_since_placed(self) -> dict[int, Tensor | None]:
         """What stands in `.grad` where the user has removed a stand-in of this pass, in a hook or after an error."""
@@ -432,8 +424,9 @@ class Engine:
         elif dropped:
             self._drop(list(dropped))
 
-    def _take_leftovers(self) -> None:
+    def take_leftovers(self) -> None:
         """Take gradients that no hook has seen: of passes inside `no_sync()`, set by hand, or just unfrozen."""
+        self._plain_task = _NO_TASK
         for index in self.reduction.missing():
             if self._has_own_grad(index):
                 self._take_own_grad(index)
@@ -448,13 +441,11 @@ class Engine:
             self._take(index, local_grad(grad, self.buckets.params[index]))
             self._taken_along.add(index)
 
-    def _end_backward_update(self) -> BaseException | None:
-        failure = self._backward_update.end()
-        self.status.send(self._progress.place(self._gradients()), failure)
-        self._end_update()
-        return failure
-
-    def _exchange_messages(self, read: bool, placed: Collection[int]) -> None:
+    def exchange_messages(self, read: bool) -> None:
+        """Tell all ranks which parameters this one has used; with `read`, learn what the others have."""
+        if self._in_backward:
+            self._end_update()
+        placed = () if self._dropped else self._placed
         used = map(self._used_in_pass.__contains__, range(len(self.buckets.params)))
         # A rank that used every parameter learns nothing from the others; it waits for them at the end of the step.
         complete = len(self._used_in_pass) == self.reduction.trainable_count
@@ -497,28 +488,34 @@ class Engine:
         """Take part in a backward pass of the other ranks, with zeros; `kept` are the gradients that it adds to."""
         with self.lock, self.failures.noting():
             self.keep_only(kept)
-            self._begin_pass()
-            self.end_pass()
+            self._passes.begin()
+            self._passes.end()
 
     # ------------------------------------------------------------------ between passes
 
     def settle(self) -> None:
-        """Before gradients are used: end an open pass, and notice gradients that were dropped or set by hand."""
-        with self.lock:
-            if self._reduces:
-                self.end_pass()  # only after a failed backward call, or under compiled autograd
-                self._put_back()
-                if self._joining():
-                    self._read_in_join()
-                own = []
-                if not self._stand_ins.untouched:
-                    self._notice_dropped()
-                    own = self._own_grads()
-                # A rank without a backward pass must launch all buckets, too: the others wait for them in theirs.
-                if own or self.iteration.phase is Phase.BETWEEN:
-                    self._reduce_own(own)
-            if self._whole:
-                self._use_present()
+        """Before gradients are used: see `Passes.settle`."""
+        self._passes.settle()
+
+    def unreduced(self) -> list[int]:
+        """Gradients of this rank that no pass has reduced; notices those that were dropped."""
+        self.put_back()
+        if self._joining():
+            self._read_in_join()
+        if self._stand_ins.untouched:
+            return []
+        self._notice_dropped()
+        return self._own_grads()
+
+    def take_own(self, params: Iterable[int]) -> None:
+        """Take gradients that no hook has seen into the open pass."""
+        for index in params:
+            self._take_own_grad(index)
+
+    def use_present(self) -> None:
+        """Where gradients are whole, count those that stand in `.grad`."""
+        if self._whole:
+            self._use_present()
 
     def _read_in_join(self) -> None:
         """Read what a shadow pass inside DDP has left unread."""
@@ -542,13 +539,6 @@ class Engine:
             return self.buckets.params[index].grad is not None  # autograd has added to the sum that stood there
         return self._stand_ins.has_own_grad(index)
 
-    def _reduce_own(self, own: Iterable[int]) -> None:
-        """A pass of gradients that no hook has seen."""
-        self._begin_pass()
-        for index in own:
-            self._take_own_grad(index)
-        self.end_pass()
-
     def _notice_dropped(self) -> None:
         """Drop the gradients of parameters whose `.grad` was removed or replaced by the user."""
         if self._whole:
@@ -571,8 +561,32 @@ class Engine:
             self._all_dropped()
 
     def _all_dropped(self) -> None:
-        if not self.iteration.in_pass:
+        # The first engine's gradients are on all ranks the same; those of others may be dropped on some ranks only.
+        if self._leads and not self.iteration.in_pass:
             self.iteration.drop()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first engine of the optimizer, over all its ranks."""
+        return self._leads
+
+    @property
+    def several(self) -> bool:
+        """Whether the optimizer has further engines, over fewer ranks."""
+        return self._passes.several
+
+    def other_gradients(self) -> list[GradChecks]:
+        """The gradients of all engines but the first."""
+        return [member.grad_ops for member in self._passes.members[1:]]
+
+    def first_has_gradients(self) -> bool:
+        """Whether the first engine has gradients."""
+        return self._passes.members[0].has_gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some rank has a gradient of this step."""
+        return bool(self.sums.used)
 
     def note_edit(self) -> None:
         """The sums were changed: they are no longer those of the gradients that autograd made."""
@@ -628,36 +642,42 @@ class Engine:
 
     # ------------------------------------------------------------------ update and gather
 
-    def update(self, inners: InnerOptimizers, joined: bool) -> BaseException | None:
+    def update(self, inners: InnerOptimizers) -> BaseException | None:
         """Step on the owned parts, bucket by bucket, and launch their gathers; the error of the update, if it failed.
 
-        Other ranks learn of it by its status.
+        Other ranks learn of it by `tell`.
         """
         chosen = self.used_buckets()
         failure = self._updater.update(chosen, inners, self._owned_grad, self.sums.used)
         if not self.blocks_host:
             # Ahead of the status, which nobody waits for: in stream order the parameters would wait for it.
             self._updater.launch_deferred(chosen)
+        return failure
+
+    def tell(self, failure: BaseException | None, joined: bool) -> None:
+        """Tell all ranks how the updates of this step have ended, of all engines."""
         self.status.send(self._progress.place(self._gradients(), joined), failure)
         if failure is not None:
             self.status.send_error(failure)
+
+    def launch_behind_status(self) -> None:
+        """Launch the gathers that come after the status."""
         if self.blocks_host:
-            self._updater.launch_deferred(chosen)
-        return failure
+            self._updater.launch_deferred(self.used_buckets())
 
     def _gradients(self) -> int:
         """Whether this rank has had gradients since the last step, as far as that tells anything of the others.
 
         Another optimizer may have all parameters that this rank's batch has used.
         """
-        if self._any_gradient if self._reduces else self.sums.used:
+        if self._passes.any_gradient if self._reduces else self.sums.used:
             return SOME
         return NONE if self._holds_all() else UNKNOWN
 
     def end_step(self) -> None:
         """A step is complete."""
         self.iteration.end_step()
-        self._any_gradient = False
+        self._passes.forget_gradients()
 
     def send_all(self) -> None:
         """Send the owned part of every bucket to everyone and wait for all; a collective."""
@@ -673,14 +693,18 @@ class Engine:
     def recover(self) -> None:
         """Drain pending messages after a failed step so that training can restart from a checkpoint."""
         with self.lock:
-            self._backward_update.abandon()
+            self.abandon()
             # Each by itself: what was launched half must be launched whole, and every message must be received.
             for drain in (self.end_pass, self.reduction.finish, self.read_messages, self.status.drain):
                 with suppress(RuntimeError):
                     drain()
             self.gathers.recover()
             self.failures.forget()
-            self._any_gradient = False
+            self._passes.forget_gradients()
+
+    def abandon(self) -> None:
+        """Update nothing more in an open pass, because all state is about to be replaced."""
+        self._backward_update.abandon()
 
     def used_buckets(self) -> list[int]:
         """The buckets in which some rank has used some parameter; the same on all ranks."""

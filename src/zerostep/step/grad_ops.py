@@ -38,6 +38,45 @@ class GradPasses(Protocol):
     def note_edit(self) -> None:
         """The sums were changed."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether these are the gradients that all ranks of the optimizer divide."""
+
+    @property
+    def several(self) -> bool:
+        """Whether the optimizer has further gradients, which fewer ranks divide."""
+
+    def other_gradients(self) -> Sequence[GradChecks]:
+        """The gradients that fewer ranks divide."""
+
+    def first_has_gradients(self) -> bool:
+        """Whether there are gradients that all ranks divide."""
+
+
+class GradChecks(Protocol):
+    """The gradients of another engine, as far as they count for all."""
+
+    @property
+    def mesh_transports(self) -> Sequence[Transport]:
+        """How to talk to the ranks that have other elements of the same parameters."""
+
+    def share_of_norm(self, norm_type: float) -> Tensor:
+        """What this rank adds to the norm of all."""
+
+    def mark_non_finite(self, found_inf: Tensor) -> None:
+        """Set `found_inf`, on this rank, if an owned part has a number that is not finite."""
+
+
+_OWN_RANKS = (
+    "some parameter groups have a process_group of their own, so this rank has not the gradients of all ranks in its "
+    "parameters, and torch's clip_grad_norm_() would find another norm on each rank: use the optimizer's own "
+    "clip_grad_norm_() and grad_norm()"
+)
+_NO_SHARED = (
+    "GradScaler.unscale_() has found gradients of a group with a process_group of its own and none of any other group, "
+    "so that ranks without such gradients would not learn what it finds: train parameters of the other groups, too"
+)
+
 
 class ShardedGradOps:
     """Norms of gradients and changes to them, for a whole model or for a few parameters.
@@ -67,16 +106,36 @@ class ShardedGradOps:
 
     # ------------------------------------------------------------------ all gradients
 
-    def total_norm(self, norm_type: float) -> Tensor:
-        """The norm of all gradients together, the same on all ranks: a number in double precision, on their device."""
+    def total_norm(self, norm_type: float, others: Sequence[GradChecks] = ()) -> Tensor:
+        """The norm of all gradients together, the same on all ranks: a number in double precision, on their device.
+
+        `others` are those of the optimizer that fewer ranks divide: what each rank owns of them, no other rank counts.
+        """
+        if others:
+            shares = [each.share_of_norm(norm_type).to(self._device) for each in (self, *others)]
+            mine = add_up(torch.stack(shares), norm_type)
+            return root(combine(self._buckets.exchanges[0], mine.view(1), norm_type)[0], norm_type)
         if norm_type <= 0:
             # Zeros count: those in a bucket that stand for parameters without a gradient must not.
             norms = self._norms_of(self._settled(), norm_type)
             return torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.sum()
+        return root(self._over_mesh(self._together(self._own_sums(norm_type), norm_type), norm_type), norm_type)
+
+    def share_of_norm(self, norm_type: float) -> Tensor:
+        """What this rank adds to the norm of all: the shares of all ranks together count every element once."""
+        if norm_type > 0:
+            return self._over_mesh(self._own_sums(norm_type), norm_type)
+        # Of each whole gradient, as in `total_norm`: all ranks that divide them know these, and one of them counts.
+        norms = self._norms_of(self._settled(), norm_type)
+        return power_sum([norms] if self._buckets.rank == 0 else [], norm_type, self._device)
+
+    def _own_sums(self, norm_type: float) -> Tensor:
+        """What this rank owns, by kind."""
         by_kind = self._parts_by_kind() if self._mesh.divides else [self._all_parts()]
-        sums = torch.stack([power_sum(parts, norm_type, self._device) for parts in by_kind])
-        together = self._mesh.add_up(self._together(sums, norm_type), range(len(by_kind)), norm_type)
-        return root(add_up(together, norm_type), norm_type)
+        return torch.stack([power_sum(parts, norm_type, self._device) for parts in by_kind])
+
+    def _over_mesh(self, sums: Tensor, norm_type: float) -> Tensor:
+        return add_up(self._mesh.add_up(sums, range(len(sums)), norm_type), norm_type)
 
     def _norms_of(self, params: Sequence[int], norm_type: float) -> Tensor:
         """The norm of each of some gradients; a collective if it is in parts."""
@@ -158,6 +217,8 @@ class ShardedGradOps:
     def norms(self, params: Sequence[int], norm_type: float) -> list[Tensor]:
         """The norm of each whole gradient; those of all parameters take one exchange."""
         self._refuse_joining()
+        if self._passes.several:
+            raise RuntimeError(_OWN_RANKS)
         if self._norms is None or self._norms[0] != norm_type:
             used = self._settled()
             found = zip(used, self._norms_of(used, norm_type), strict=True)
@@ -176,9 +237,29 @@ class ShardedGradOps:
     def unscale(self, params: Sequence[int], found_inf: Tensor, inverse: Tensor) -> None:
         """Multiply by `inverse`, and set `found_inf` on all ranks if any rank finds a number that is not finite."""
         self.edit(params, lambda part: torch._amp_foreach_non_finite_check_and_unscale_([part], found_inf, inverse))
-        for transport in (self._transport, *self._mesh.transports):
-            transport.start_all_reduce(found_inf).wait()
-        found_inf.clamp_(max=1.0)
+        if self._passes.leads:
+            others = self._passes.other_gradients()
+            for each in others:
+                each.mark_non_finite(found_inf)
+            further = [transport for each in others for transport in each.mesh_transports]
+            for transport in (self._transport, *self.mesh_transports, *further):
+                transport.start_all_reduce(found_inf).wait()
+            found_inf.clamp_(max=1.0)
+        elif not self._passes.first_has_gradients():
+            raise RuntimeError(_NO_SHARED)
+
+    @property
+    def mesh_transports(self) -> Sequence[Transport]:
+        """How to talk to the ranks that have other elements of the same parameters."""
+        return self._mesh.transports
+
+    def mark_non_finite(self, found_inf: Tensor) -> None:
+        """Set `found_inf`, on this rank, if an owned part has a number that is not finite."""
+        self._passes.finish()
+        for part in self._parts(self._sums.used):
+            found, one = (torch.full((), value, device=part.device) for value in (0.0, 1.0))
+            torch._amp_foreach_non_finite_check_and_unscale_([part], found, one)  # times one: nothing changes
+            found_inf.add_(found.to(found_inf.device))
 
     def _refuse_joining(self) -> None:
         if self._passes.joining() and self._scattered:

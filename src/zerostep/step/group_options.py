@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from zerostep.comm.agreement import Fact
-from zerostep.plan.groups import CLASS_KEY, Group
+from zerostep.plan.groups import NOT_OF_CLASS, Group
 
 _MOST_ELEMENTS = 8  # of a tensor whose value counts
 _LEFT_OUT = object()
-_NO_OPTIONS = frozenset({"params", "param_names", CLASS_KEY})
+_NO_OPTIONS = frozenset({"params", "param_names"}) | NOT_OF_CLASS
 _SCALARS = (type(None), bool, int, float, str)
 
 _FIXED = (*_SCALARS, tuple)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,33 @@ Titled = tuple[str, Tensor]
 
 def tensors_of(model: nn.Module, specs: Sequence[ParamSpec], params: Sequence[Tensor]) -> list[Titled]:
     """Parameters and buffers of a model, then those of `params` that it does not have, each with a title."""
-    of_model = [(f"parameter {name!r}", param) for name, param in model.named_parameters()]
-    known = {id(param) for _, param in of_model}
+    of_model = _titled(model)
+    known = {id(tensor) for _, tensor in of_model}
     others = zip(specs, params, strict=True)
     return [
         *of_model,
-        *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()),
         *((f"parameter {spec.name!r}", param) for spec, param in others if id(param) not in known),
+    ]
+
+
+def tensors_beside(model: nn.Module, own: Collection[int], grouped: Collection[int]) -> list[Titled]:
+    """All tensors of those modules whose parameters are `own`, with titles: buffers, and what is not trained, too.
+
+    Both are ids; `grouped` are all parameters that some group has.
+    """
+    found: dict[int, Titled] = {}
+    for prefix, module in model.named_modules():
+        members = {id(param) for param in module.parameters()}.intersection(grouped)
+        if members and members <= set(own):
+            found |= {id(tensor): (title, tensor) for title, tensor in _titled(module, prefix)}
+    return list(found.values())
+
+
+def _titled(module: nn.Module, prefix: str = "") -> list[Titled]:
+    params, buffers = module.named_parameters(prefix), module.named_buffers(prefix)
+    return [
+        *((f"parameter {name!r}", param) for name, param in params),
+        *((f"buffer {name!r}", buffer) for name, buffer in buffers),
     ]
 
 

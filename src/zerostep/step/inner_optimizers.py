@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerostep.memory.leaf import Leaf, clone_scalars, view_state
-from zerostep.plan.groups import CLASS_KEY, Group, OptimizerClass, class_of, options, own_options
+from zerostep.plan.groups import NOT_OF_CLASS, Group, OptimizerClass, class_of, options, own_options
 from zerostep.step.named_state import NamedState, joined, kept, named_state, part_of
 from zerostep.step.own_numbers import OwnNumbers
 
@@ -129,7 +129,7 @@ class InnerOptimizers:
             for index, group in zip(outer, optimizer.param_groups, strict=True):
                 for tensor in group["params"]:
                     ids[tensor] = len(ids)
-                wanted = {key: value for key, value in chosen[index].items() if key != CLASS_KEY}
+                wanted = {key: value for key, value in chosen[index].items() if key not in NOT_OF_CLASS}
                 groups.append({**wanted, "params": [ids[tensor] for tensor in group["params"]]})
             state: dict[Any, Any] = {ids[tensor]: states[tensor] for tensor in ids if tensor in states}
             state |= part_of(named, number, len(self._all))

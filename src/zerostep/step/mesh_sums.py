@@ -6,7 +6,7 @@ other elements on the other ranks of that dimension; one that it replicates has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -27,11 +27,12 @@ class MeshSums:
     """The dimensions of meshes that divide some parameters, and sums over them.
 
     Parameters of one *kind* are spread over the same groups; the first kind is spread over none. All ranks of a mesh
-    have the same kinds in the same order, because that follows from the placements of the parameters.
+    have the same kinds in the same order, because that follows from the placements of the parameters. `counted` are
+    global ranks whose numbers are added up elsewhere: a dimension inside them is left out here.
     """
 
-    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, params: Sequence[Tensor], device: torch.device, counted: Collection[int] = ()) -> None:
+        self._device, self._counted = device, set(counted)
         self._kinds: dict[Dims, int] = {(): 0}
         self._kind_of: list[int] = []
         self._transports: dict[dist.ProcessGroup, Transport] = {}
@@ -41,10 +42,13 @@ class MeshSums:
     def extend(self, params: Sequence[Tensor]) -> None:
         """Go on with further parameters; a collective over the groups of their meshes."""
         for param in params[len(self._kind_of) :]:
-            dims = tuple(sharding_groups(param))
+            dims = tuple(group for group in sharding_groups(param) if not self._is_counted(group))
             for group in dims:
                 self._connect(group)
             self._kind_of.append(self._kinds.setdefault(dims, len(self._kinds)))
+
+    def _is_counted(self, group: dist.ProcessGroup) -> bool:
+        return set(dist.get_process_group_ranks(group)) <= self._counted
 
     def _connect(self, group: dist.ProcessGroup) -> None:
         if group not in self._transports:

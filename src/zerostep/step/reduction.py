@@ -21,6 +21,7 @@ from torch import Tensor
 from zerostep.comm.exchange import PendingReduce
 from zerostep.step.grad_buffers import GradBuffers
 from zerostep.step.labels import PhaseTimer
+from zerostep.step.launch_order import LaunchTurns
 from zerostep.step.reduction_plan import ReductionPlan
 
 # Memory at the end of backward is the owned part of the gradients plus this many buckets.
@@ -71,7 +72,12 @@ class Reduction:
     ) -> None:
         self._sum_replicas, self._timer, self._sink, self._collect = sum_replicas, timer, sink, collect
         self._in_flight: deque[_InFlight] = deque()
+        self._turns: LaunchTurns | None = None
         self._use(plan)
+
+    def take_turns(self, turns: LaunchTurns) -> None:
+        """From now on, launch buckets only in turn with those of other reductions."""
+        self._turns = turns
 
     def _use(self, plan: ReductionPlan) -> None:
         self._plan, self._buffers = plan, GradBuffers(plan)
@@ -139,15 +145,28 @@ class Reduction:
         self.launch_full()
 
     @property
-    def has_full(self) -> bool:
+    def next_is_full(self) -> bool:
         """Whether the next bucket is full. Threads of other devices may launch it meanwhile."""
         number, order = self._next, self._order
         return number < len(order) and self._missing.get(order[number]) == 0
 
+    @property
+    def has_full(self) -> bool:
+        """Whether a bucket is full whose turn it is."""
+        return self.next_is_full if self._turns is None else self._turns.has_full
+
     def launch_full(self) -> None:
         """Launch the next bucket while it is full."""
-        while self.has_full:
-            self._launch()
+        if self._turns is not None:
+            self._turns.launch_full()
+            return
+        while self.next_is_full:
+            self.launch_next()
+
+    @property
+    def launch_positions(self) -> list[int]:
+        """The place in the model of each bucket of this pass, in launch order: that of its first parameter there."""
+        return [self._plan.first_position(bucket) for bucket in self._order]
 
     def copy_held_back(self) -> None:
         """Copy gradients that are still held, because their memory is about to be reused."""
@@ -170,8 +189,10 @@ class Reduction:
 
     def end(self) -> None:
         """End the pass: launch all remaining buckets, with zeros for gradients that have not arrived."""
+        if self._turns is not None:
+            self._turns.end()
         while self._next < len(self._order):
-            self._launch()
+            self.launch_next()
 
     def release_scratch(self) -> None:
         """Release memory that exchanges keep for reuse: no bucket will be launched for a while."""
@@ -202,7 +223,7 @@ class Reduction:
 
     # ------------------------------------------------------------------ launching
 
-    def _launch(self) -> None:
+    def launch_next(self) -> None:
         """Launch the next bucket. The order of launches must be the same on all ranks."""
         bucket = self._order[self._next]
         while len(self._in_flight) >= MOST_IN_FLIGHT:

@@ -34,6 +34,7 @@ class ReductionPlan:
 
     `exchanges` and `dtypes` have an entry per bucket. With `whole`, every rank gets the whole of every sum. Gradients
     with fewer than `small` elements cost less to copy than a call: they are held and copied with their neighbours.
+    `positions` are the places of the parameters in the model.
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class ReductionPlan:
     scale: float
     whole: bool
     small: int = _SMALL_ON_HOST
+    positions: Sequence[int] = ()
 
     @cached_property
     def bucket_of(self) -> list[int]:
@@ -59,6 +61,10 @@ class ReductionPlan:
     def members(self) -> list[tuple[int, ...]]:
         """The parameters of each bucket, in the order of its memory."""
         return [tuple(slot.param for slot in bucket.slots) for bucket in self.layout.buckets]
+
+    def first_position(self, bucket: int) -> int:
+        """The place in the model of the parameter of a bucket whose gradient comes last."""
+        return min((self.positions[param] for param in self.members[bucket]), default=0)
 
     def holdable(self) -> bytes:
         """For each parameter, whether any dense gradient of it may be held as it is: its elements lie in order now."""
@@ -100,12 +106,13 @@ def make_plan(
     exchanges: Sequence[Exchange],
     settings: Settings,
     scale: float,
+    positions: Sequence[int] = (),
 ) -> ReductionPlan:
     """The plan of an optimizer with these settings; buckets are summed in their own dtype, or in that of `settings`."""
     firsts, wanted = [params[bucket.slots[0].param] for bucket in layout.buckets], settings.reduce_dtype
     dtypes = [wanted if wanted is not None and param.is_floating_point() else param.dtype for param in firsts]
     small = small_on(all(param.device.type == "cpu" for param in firsts))
-    return ReductionPlan(layout, rank, params, exchanges, dtypes, scale, settings.reduction == "all", small)
+    return ReductionPlan(layout, rank, params, exchanges, dtypes, scale, settings.reduction == "all", small, positions)
 
 
 def small_on(host: bool) -> int:

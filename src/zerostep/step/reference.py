@@ -41,8 +41,10 @@ class ReferenceOptimizer:
         groups: Sequence[Group],
         specs: Sequence[ParamSpec],
         everyone: Transport,
+        averaged_over: int,
         steps: int,
     ) -> None:
+        self._averaged_over = averaged_over
         self._planner, self._everyone, self._left, self._steps = planner, everyone, steps, 0
         self._specs = list(specs)
         self._copies: list[nn.Parameter] = []
@@ -105,7 +107,7 @@ class ReferenceOptimizer:
         for index in sorted(sums):  # one collective each, in the same order on all ranks
             mine = self._local.get(index, torch.zeros_like(self._copies[index], dtype=sums[index].dtype))
             mine = mine.to(dtype) if dtype is not None and mine.is_floating_point() else mine
-            expected = torch.mul(mine.contiguous(), 1.0 / self._everyone.world_size)
+            expected = torch.mul(mine.contiguous(), 1.0 / self._averaged_over)
             self._everyone.start_all_reduce(expected).wait()
             self._compare_sum(index, sums[index].reshape(expected.shape), expected)
 

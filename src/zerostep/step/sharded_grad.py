@@ -29,6 +29,11 @@ _IN_DDP = (
     "ddp = DistributedDataParallel(model); optimizer = ShardedOptimizer(ddp, ...)"
 )
 
+_ADDED = (
+    ". To add to gradients by hand, as zero-bubble schedules of torch.distributed.pipelining do, run all backward "
+    "passes of a step inside no_sync()"
+)
+
 _aten = torch.ops.aten
 
 
@@ -85,7 +90,7 @@ class ShardedGradient(torch.Tensor):
         if func == _set_data and args[0] is args[1]:
             return None
         if attribute not in _ALLOWED:
-            raise RuntimeError(f"{_REASON} (tried: {attribute or name})")
+            raise RuntimeError(f"{_REASON}{_ADDED if attribute in _ADDING else ''} (tried: {attribute or name})")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -99,6 +104,8 @@ class ShardedGradient(torch.Tensor):
             raise RuntimeError(f"{_REASON} (tried: {func}{_IN_DDP if in_backward_pass() else ''})")
         return operation(func, args, kwargs or {})
 
+
+_ADDING = ("add_", "__iadd__", "sub_", "__isub__")
 
 # What Python code may read from a gradient or do to it. Adding is not allowed: it would be taken for autograd's
 # accumulation. Norms outside of clipping are not, either: one rank alone that computes one would wait for ever.

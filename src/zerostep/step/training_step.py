@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,39 +18,35 @@ from zerostep.plan.groups import Group
 from zerostep.plan.layout_planner import Settings
 from zerostep.step.engine import Engine
 from zerostep.step.grad_sources import GradSource
-from zerostep.step.inner_optimizers import InnerOptimizers
-from zerostep.step.named_state import NamedState
 from zerostep.step.place import Progress
-from zerostep.step.reference import ReferenceOptimizer
+from zerostep.step.step_part import StepPart
 from zerostep.step.step_status import PeerFailedError
 from zerostep.step.weak import weakly
 from zerostep.tensors import recorded_event
 
 
 class TrainingStep:
-    """Runs steps over an engine, inner optimizers and the user's parameter groups, which the user may replace.
+    """Runs steps over engines, inner optimizers and the user's parameter groups, which the user may replace.
 
-    On a rank that has joined, the thread of its join hook calls `run` in place of the user's.
+    `parts` has one for each set of ranks that divides parameters; the first is of all ranks, and what ranks tell each
+    other of a step goes by it. On a rank that has joined, the thread of its join hook calls `run`.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        inners: InnerOptimizers,
+        parts: Sequence[StepPart],
         groups: Callable[[], Sequence[Group]],
-        source: GradSource,
         saves: BackgroundSaves,
         settings: Settings,
         progress: Progress,
         holds_all: Callable[[], bool],
     ) -> None:
-        self._progress = progress
-        self._engine, self._inners, self._groups, self._source = engine, inners, groups, source
-        self._saves, self._health, self._settings = saves, progress.health, settings
-        self._reference: ReferenceOptimizer | None = None
+        self._progress, self._parts, self._engine = progress, list(parts), parts[0].engine
+        self._groups, self._saves, self._health, self._settings = groups, saves, progress.health, settings
         self._has_state = False
-        update = weakly(self._begin_update), weakly(self._end_update)
-        engine.attach(weakly(self.check_usable), holds_all, weakly(self._hook_trainable), *update)
+        self._engine.attach_first(weakly(self.check_usable), holds_all, weakly(self._begin_update))
+        for part in parts:
+            part.engine.attach(weakly(part.hook_trainable), part.inners, weakly(part.pull_options))
 
     @property
     def count(self) -> int:
@@ -105,64 +101,62 @@ class TrainingStep:
         with self._engine.lock, self._failing():
             self._engine.settle()
             if self._settings.update == "step":
-                self._step_reference()
+                for part in self._parts:
+                    part.step_reference()
                 self._update(joined)
-            self._engine.read_messages()
+            for part in self._parts:
+                part.engine.read_messages()
             # In a join context DDP broadcasts all parameters at the end, whatever is still in flight.
             if self._settings.gather == "step" or joining:
                 self._engine.status.read()
-                self._engine.gathers.wait()
+                self._wait_for_gathers()
         self._engine.end_step()
         self._progress.end_step(self._groups())
         self._has_state = True
         self._compare_with_reference()
 
     def _update(self, joined: bool) -> None:
-        failure = self._engine.update(self._inners, joined)
-        self._end_update()
+        # All parts, even if one has failed: other ranks wait for their sums and gathers.
+        failures = [part.engine.update(part.inners) for part in self._parts]
+        failure = next((each for each in failures if each is not None), None)
+        self._engine.tell(failure, joined)
+        for part in self._parts:
+            part.engine.launch_behind_status()
+            part.pull_options()
         if failure is not None:
             told = self._health.mark_broken(
                 f"the local update of step {self.count + 1} failed on rank {self.rank}: {describe_error(failure)}"
             )
             failure.add_note(f"zerostep: {told}")
-            self._engine.gathers.wait()
+            self._wait_for_gathers()
             raise failure
 
-    def _begin_update(self) -> InnerOptimizers:
+    def _wait_for_gathers(self) -> None:
+        for part in self._parts:
+            part.engine.gathers.wait()
+
+    def _begin_update(self) -> None:
         """With `update="backward"`: the first gradient of a pass is there; runs on autograd's thread."""
         self.check_usable()
         self._saves.raise_if_failed()
         self._follow_params()
         self._has_state = True
-        return self._inners
-
-    def _end_update(self) -> None:
-        self._inners.pull_options(self._groups())
 
     def take_gradients_from(self, source: GradSource) -> None:
         """Replace the source of gradients, between two passes."""
-        self._source.remove()
-        self._source = source
-        self._hook_trainable()
-
-    def _hook_trainable(self) -> None:
-        self._source.extend(self._engine.buckets.params)
+        self._parts[0].take_gradients_from(source)
 
     def _follow_params(self) -> None:
         """Notice what the user did to parameters and options since the last step."""
         self.read_status()
         self.synchronize()
-        self._source.check(self._engine.buckets.params, self._engine.buckets.layout.params)
-        self._engine.buckets.follow_params()
-        self.add_leaves(self._engine.buckets.bind_trainable())
-        self._hook_trainable()
-        self._inners.push_options(self._groups())
+        for part in self._parts:
+            part.follow_params()
         self._progress.begin_step(self._groups())
 
     def add_leaves(self, leaves: Sequence[Leaf]) -> None:
         """Give new leaves to the inner optimizers of their groups."""
-        for leaf in leaves:
-            self._inners.extend(leaf.group, [leaf.tensor])
+        self._parts[0].add_leaves(leaves)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -197,7 +191,8 @@ class TrainingStep:
         if self._health.broken:
             return
         try:
-            self._engine.status.read()
+            for part in self._parts:
+                part.engine.status.read()
         except (PeerFailedError, StepMismatchError, TransportError) as error:
             # With update="backward" the update comes before the step() that counts it.
             self._raise_failed(error, self.count + (self._settings.update == "backward"))
@@ -205,7 +200,7 @@ class TrainingStep:
     def synchronize(self) -> None:
         """Return when all parameters are in place."""
         try:
-            self._engine.gathers.wait()
+            self._wait_for_gathers()
         except BaseException as error:
             if not self._health.broken:
                 self._raise_failed(error, self.count)
@@ -218,10 +213,10 @@ class TrainingStep:
                 f"the backward pass of step {self.count + 1} failed on rank {self.rank}: "
                 f"{describe_error(self._engine.failures.error)}"
             )
-        if self._engine.gathers.error is not None and not self._health.broken:
-            self._health.mark_broken(
-                f"the gather of step {self.count} failed on rank {self.rank}: {self._engine.gathers.error}"
-            )
+        errors = [part.engine.gathers.error for part in self._parts]
+        error = next((each for each in errors if each is not None), None)
+        if error is not None and not self._health.broken:
+            self._health.mark_broken(f"the gather of step {self.count} failed on rank {self.rank}: {error}")
         self._health.check()
         self.read_status()
 
@@ -232,13 +227,18 @@ class TrainingStep:
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """The norm of all gradients, which are scaled down to `max_norm` unless that is infinite."""
-        total = self._engine.grad_ops.total_norm(norm_type)
+        total = self._total_norm(norm_type)
         if max_norm != math.inf:
             factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
             # On an accelerator one is a factor, too: whether it is would have to be waited for.
             if factor.device.type != "cpu" or factor.item() != 1.0:
-                self._engine.grad_ops.scale(factor)
+                for part in self._parts:
+                    part.engine.grad_ops.scale(factor)
         return total
+
+    def _total_norm(self, norm_type: float) -> Tensor:
+        first, *others = [part.engine.grad_ops for part in self._parts]
+        return first.total_norm(norm_type, others)
 
     # ------------------------------------------------------------------ other methods of the inner optimizers
 
@@ -246,24 +246,31 @@ class TrainingStep:
         """Before a method of the inner optimizers other than `step`: parameters and options as the user has them."""
         self.check_usable()
         self._saves.raise_if_failed()
-        self._engine.finish()
+        for part in self._parts:
+            part.engine.finish()
         self._follow_params()
 
     def run_method(self, call: Callable[[Optimizer], Any]) -> Any:
         """Call a method of every inner optimizer, of a reference optimizer's, too; what it returned for the first."""
-        if self._reference is not None:
-            self._reference.call(self._groups(), self._engine.buckets.params, call)
-        results = [call(optimizer) for optimizer in self._inners.all]
-        self._inners.pull_options(self._groups())
-        if self._reference is not None:
-            self._reference.note_options(self._groups())
+        results = [result for part in self._parts for result in part.run_method(call)]
         return next((result for result in results if result is not None), None)
+
+    def send_all(self) -> None:
+        """Send the owned part of every bucket to everyone and wait for all; a collective."""
+        for part in self._parts:
+            part.engine.send_all()
+
+    def recover(self) -> None:
+        """Drain pending messages of all parts after a failed step so that training can restart from a checkpoint."""
+        for part in self._parts:
+            part.engine.abandon()
+        for part in self._parts:
+            part.engine.recover()
 
     def loaded(self, has_state: bool, count: int | None = None) -> None:
         """All state and options are new; `count` is the number of steps that made them, if it is known."""
-        self._inners.pull_options(self._groups())
-        if self._engine.compiled is not None:
-            self._engine.compiled.forget_state()
+        for part in self._parts:
+            part.loaded()
         self._health.mark_recovered()
         self._engine.presence.restart(self.count if count is None else count)
         self._engine.iteration.restart(count)
@@ -271,41 +278,16 @@ class TrainingStep:
 
     # ------------------------------------------------------------------ verification
 
-    def verify_with(self, reference: ReferenceOptimizer) -> None:
-        """Compare the next steps with an unsharded optimizer."""
-        self._set_reference(reference)
-
     @property
     def verifies(self) -> bool:
         """Whether an unsharded optimizer runs beside this one."""
-        return self._reference is not None
-
-    def add_to_reference(self, group: Group) -> None:
-        """Show a further group to the reference optimizer, if there is one."""
-        if self._reference is not None:
-            self._reference.add(group, self._engine.buckets.layout.params)
-
-    def load_reference(
-        self, saved: Mapping[int, Mapping[str, Any]], named: NamedState, options: Sequence[Group]
-    ) -> None:
-        """Load whole state into the reference optimizer, if there is one."""
-        if self._reference is not None:
-            self._reference.load(saved, named, options)
-
-    def _set_reference(self, reference: ReferenceOptimizer | None) -> None:
-        self._reference = reference
-        self._engine.set_reference(reference)
-
-    def _step_reference(self) -> None:
-        if self._reference is not None:
-            self._reference.step(self._groups(), self._engine.buckets.params, self._engine.whole_gradients())
+        return any(part.verifies for part in self._parts)
 
     def _compare_with_reference(self) -> None:
-        if self._reference is not None:
+        if self.verifies:
             self.synchronize()
-            self._reference.compare(self._groups(), self._engine.buckets.params)
-            if self._reference.done:
-                self._set_reference(None)
+        for part in self._parts:
+            part.compare_with_reference()
 
     # ------------------------------------------------------------------ on a joined rank, in place of the user's calls
 

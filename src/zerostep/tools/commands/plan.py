@@ -9,17 +9,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from zerostep.plan.layout_planner import Settings
 from zerostep.tools.errors import PlanError
 from zerostep.tools.planner import report
-from zerostep.tools.planner.comparison import Comparison, Request, compare
+from zerostep.tools.planner.comparison import Comparison, Request, compare_largest
 from zerostep.tools.planner.forecast import Compute, Network
 from zerostep.tools.planner.picture import check_path, draw
 from zerostep.tools.planner.recipe import Recipe, Rule, dtype_named, optimizer_class, parse_options
-from zerostep.tools.planner.sources import load
+from zerostep.tools.planner.sources import Source, load
+from zerostep.tools.planner.tensor_parallel import load_divided
 
 _WIDE = 160
 EPILOG = """\b
@@ -28,6 +30,9 @@ Examples:
   zerostep plan --model model.safetensors.index.json --plot memory.svg
   zerostep plan --model my_package:make_model --optimizer SGD \\
       --option momentum=0.9
+  zerostep plan --model llama-70b --ranks 64 --tp 8 --dtype bf16
+  zerostep plan --model my_package:make_model --tp 2 \\
+      --tp-plan my_package:parallelize
   zerostep plan --model gpt2-xl --matrix-optimizer Muon --ranks 16
   zerostep plan --model llama-70b --mesh 64x64 --dtype bf16 --json \\
       --bandwidth 50 --flops 400e12 --tokens 8192
@@ -58,6 +63,8 @@ class _Gather(StrEnum):
 _Model = Annotated[str, typer.Option(help="package.module:factory, a .safetensors file or index, or gpt2, gpt2-xl, llama-7b, llama-70b.", show_default=False)]  # fmt: skip  # noqa: E501
 _Ranks = Annotated[int, typer.Option(help="How many ranks train; --mesh overrides it.")]
 _Mesh = Annotated[str | None, typer.Option(metavar="RxS", help="R copies, each divided among S ranks.")]
+_Tp = Annotated[int, typer.Option("--tp", help="How many of the ranks share one copy of the model by tensor parallelism; those of --mesh do not count them.")]  # fmt: skip  # noqa: E501
+_TpPlan = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="What divides the model: a function of the model and the mesh, or a plan for parallelize_module.")]  # fmt: skip  # noqa: E501
 _Optimizer = Annotated[str, typer.Option(help="A class of torch.optim, or package.module:Class.")]
 _Option = Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="An option of the optimizer; may be repeated.")]  # fmt: skip  # noqa: E501
 _Matrix = Annotated[str | None, typer.Option(help="Another class for the matrices of numbered blocks, such as Muon.")]
@@ -85,6 +92,8 @@ def plan(  # noqa: PLR0913
     model: _Model,
     ranks: _Ranks = 8,
     mesh: _Mesh = None,
+    tp: _Tp = 1,
+    tp_plan: _TpPlan = None,
     optimizer: _Optimizer = "AdamW",
     option: _Option = None,
     matrix_optimizer: _Matrix = None,
@@ -112,7 +121,7 @@ def plan(  # noqa: PLR0913
     The real optimizer class is run on tensors without memory, and the layout is the one that training would have. Plain
     DDP, whole-parameter sharding, ShardedOptimizer (ZeRO-2) and FSDP-style full sharding are shown side by side.
     """
-    count, shards = _ranks_and_shards(ranks, mesh)
+    count, shards = _ranks_and_shards(ranks, mesh, tp)
     settings = Settings(
         partition=partition.value,
         gather=gather.value,
@@ -122,29 +131,34 @@ def plan(  # noqa: PLR0913
         bucket_mb=bucket_mb,
     )
     matrices = _rule(matrix_optimizer, matrix_option, "matrix-") if matrix_optimizer else None
-    request = Request(
-        load(model, dtype_named(dtype, "--dtype")),
-        Recipe(_rule(optimizer, option), matrices),
-        count,
-        shards,
-        settings,
-        device.value,
-        not shard_gradients,
-        bucket_view,
-    )
+    recipe, where = Recipe(_rule(optimizer, option), matrices), device.value
+    requests = [
+        Request(source, recipe, count, shards, settings, where, not shard_gradients, bucket_view, tp)
+        for source in _sources(model, dtype_named(dtype, "--dtype"), tp, tp_plan)
+    ]
     forecast_inputs = _forecast_inputs(bandwidth, latency, error, flops, tokens)
     if plot is not None:
         check_path(plot)
-    comparison = compare(request)
+    comparison = compare_largest(requests)
     _show(comparison, forecast_inputs, as_json)
     if plot is not None:
         draw(comparison, plot)
     return 0
 
 
-def _ranks_and_shards(ranks: int, mesh: str | None) -> tuple[int, int]:
+def _sources(model: str, dtype: torch.dtype | None, tp: int, tp_plan: str | None) -> list[Source]:
+    """What the model leaves on each rank of tensor parallelism."""
+    if tp == 1 and tp_plan is None:
+        return [load(model, dtype)]
+    return load_divided(model, dtype, tp, tp_plan)
+
+
+def _ranks_and_shards(ranks: int, mesh: str | None, tp: int) -> tuple[int, int]:
+    """The ranks that hold the same parameters, and how many of them divide one copy of their state."""
     if mesh is None:
-        return ranks, ranks
+        if tp < 1 or ranks % tp:
+            raise PlanError(f"{ranks} ranks cannot be divided into groups of --tp {tp}: change --ranks or --tp")
+        return ranks // tp, ranks // tp
     replicas, sign, shards = mesh.lower().partition("x")
     if not sign or not replicas.isdigit() or not shards.isdigit() or not int(replicas) * int(shards):
         raise PlanError(f"--mesh {mesh} is not RxS: write for example --mesh 8x64, 8 copies of 64 shards")

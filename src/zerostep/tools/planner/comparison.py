@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zerostep.comm.codec import dtype_named
 from zerostep.plan.buckets import padded_size
@@ -35,7 +35,8 @@ class Request:
     """What to plan: a model, its optimizers, and the number of ranks.
 
     `shards` ranks divide one copy of what is sharded; the other ranks hold further copies. With `in_ddp`,
-    `ShardedOptimizer` over a DDP module is compared too, which keeps whole gradients.
+    `ShardedOptimizer` over a DDP module is compared too, which keeps whole gradients. With tensor parallelism of `tp`
+    ranks, `source` is what one of them holds, and `ranks` are those that hold the same.
     """
 
     source: Source
@@ -46,6 +47,7 @@ class Request:
     device: str = "cuda"
     in_ddp: bool = False
     gradients_are_views: bool = False
+    tp: int = 1
 
     def check(self) -> None:
         """Raise `PlanError` for what cannot be planned."""
@@ -91,10 +93,14 @@ class Comparison:
     traffic: Traffic
     buckets: int
 
-    @cached_property
+    @property
     def plain(self) -> Row:
         """The row of plain DDP, the baseline."""
-        return next(row for row in self.rows if row.strategy is Strategy.DDP)
+        return self.row(Strategy.DDP)
+
+    def row(self, strategy: Strategy) -> Row:
+        """The row of one strategy."""
+        return next(row for row in self.rows if row.strategy is strategy)
 
 
 def compare(request: Request) -> Comparison:
@@ -107,6 +113,25 @@ def compare(request: Request) -> Comparison:
     return Comparison(request, tuple(rows), traffic, len(layout.buckets))
 
 
+def compare_largest(requests: Sequence[Request]) -> Comparison:
+    """Plan what each rank of tensor parallelism holds, and return the plan of the one that needs most.
+
+    Its rows have the smallest rank of all.
+    """
+    distinct = {_shapes(request): request for request in reversed(requests)}  # of equal ones the first
+    plans = [compare(request) for request in reversed(distinct.values())]
+    largest = max(plans, key=lambda plan: plan.row(Strategy.SHARDED).largest.total)
+    rows = [
+        replace(row, smallest=min((plan.row(row.strategy).smallest for plan in plans), key=lambda memory: memory.total))
+        for row in largest.rows
+    ]
+    return replace(largest, rows=tuple(rows))
+
+
+def _shapes(request: Request) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, param.shape) for name, param in request.source.params)
+
+
 def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
     """Return the bytes of every rank, by strategy; `request` is not checked."""
     job, layout = _prepare(request)
@@ -116,8 +141,11 @@ def bytes_of_ranks(request: Request) -> dict[Strategy, RankBytes]:
 def _prepare(request: Request) -> tuple[TrainingJob, Layout]:
     planner = request.recipe.planner(request.settings, request.source, request.device)
     groups = request.recipe.complete_groups(request.source, planner)
-    names = [name for name, _ in request.source.params]
-    job = TrainingJob(planner, groups, names, request.source.buffer_bytes, request.on_host, request.gradients_are_views)
+    source, names = request.source, [name for name, _ in request.source.params]
+    wholes: dict[Tensor, tuple[int, ...]] = {
+        param: shape for (_, param), shape in zip(source.params, source.whole_shapes, strict=False)
+    }
+    job = TrainingJob(planner, groups, names, source.buffer_bytes, request.on_host, request.gradients_are_views, wholes)
     return job, planner.plan(groups, request.shards)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -48,7 +48,8 @@ class TrainingJob:
     """What is trained: parameter groups with all their options, and the planner that divides them.
 
     `names` has the parameters in the model's order. `on_host` says that they are in host memory, and
-    `gradients_are_views` that DDP has `gradient_as_bucket_view=True`.
+    `gradients_are_views` that DDP has `gradient_as_bucket_view=True`. `whole_shapes` are those of parameters of which
+    tensor parallelism leaves a rank a part.
     """
 
     planner: LayoutPlanner
@@ -57,6 +58,12 @@ class TrainingJob:
     buffer_bytes: int
     on_host: bool
     gradients_are_views: bool = False
+    whole_shapes: Mapping[Tensor, tuple[int, ...]] = field(default_factory=dict)
+
+    def whole(self, param: Tensor) -> Tensor:
+        """Return a parameter without memory, of the shape that a parameter has in the whole model."""
+        shape = self.whole_shapes.get(param, tuple(param.shape))
+        return torch.empty(shape, dtype=param.dtype, device="meta", requires_grad=param.requires_grad)
 
     @property
     def parameter_bytes(self) -> int:
@@ -136,12 +143,16 @@ def replicated(job: TrainingJob) -> RankBytes:
 
 def whole_parameters(job: TrainingJob, world_size: int) -> RankBytes:
     """Return the bytes under `ZeroRedundancyOptimizer` in DDP: parameters have owners; one optimizer for each class."""
-    owners = dict[int, int]()
+    owners = dict[Tensor, int]()
     # By id, because an optimizer class may be any callable, hashable or not.
     for class_id in {id(class_of(group, job.planner.default_class)) for group in job.groups}:
         members = [group for group in job.groups if id(class_of(group, job.planner.default_class)) == class_id]
-        owners |= {id(param): rank for param, rank in Ownership(members, world_size).rank_of.items()}
-    return _whole(job, [owners[id(param)] for param in all_params(job.groups)], world_size)
+        wholes = {param: job.whole(param) for param in all_params(members)}
+        # Owners are chosen by whole sizes, so that all ranks of tensor parallelism choose the same.
+        groups = [{**group, "params": [wholes[param] for param in group["params"]]} for group in members]
+        ranks = Ownership(groups, world_size).rank_of
+        owners |= {param: ranks[whole] for param, whole in wholes.items()}
+    return _whole(job, [owners[param] for param in all_params(job.groups)], world_size)
 
 
 def _whole(job: TrainingJob, owners: Sequence[int], world_size: int) -> RankBytes:

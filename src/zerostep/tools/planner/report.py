@@ -71,12 +71,15 @@ def as_text(comparison: Comparison, times: Forecast | None, plain: bool) -> Rend
 def _about(comparison: Comparison) -> str:
     request, source = comparison.request, comparison.request.source
     trained = "" if source.trained_elements == source.elements else f", {source.trained_elements:,} trained"
-    where = f"{request.ranks} ranks"
+    where, elements = f"{request.ranks} ranks", f"{source.elements:,} parameters{trained}, {_dtypes(request)}"
+    if request.tp > 1:
+        where = f"{request.ranks * request.tp} ranks, {request.ranks} of data x {request.tp} of tensor parallelism"
+        elements = f"{source.whole_elements:,} parameters, {_dtypes(request)}; on a rank {source.elements:,}{trained}"
     if request.shards != request.ranks:
         where += f", {request.ranks // request.shards} copies of {request.shards} shards"
     return "\n".join(
         [
-            f"model      {source.title}: {source.elements:,} parameters{trained}, {_dtypes(request)}",
+            f"model      {source.title}: {elements}",
             f"optimizer  {request.recipe.title}{_settings(request)}",
             f"ranks      {where}, {'host memory' if request.on_host else 'accelerators'}, {comparison.buckets} buckets",
         ]
@@ -137,6 +140,11 @@ def _notes(comparison: Comparison) -> list[str]:
         "scratch: what communication takes at the worst moment of backward. Not counted: activations, temporaries of",
         "the update, and what the allocator and the backend keep. wire: what a rank sends in a step.",
     ]
+    if request.tp > 1:
+        notes += [
+            "tp: shown is the rank of tensor parallelism that holds most. What tensor parallelism itself sends, for",
+            "activations and their gradients, is not in wire.",
+        ]
     if request.settings.master_dtype is not None:
         notes.append(
             "DDP and ZeroRedundancyOptimizer keep no masters themselves: counted as if the optimizer class kept them."
@@ -180,6 +188,7 @@ def as_json(comparison: Comparison, times: Forecast | None) -> dict[str, Any]:
         "optimizer": request.recipe.title,
         "ranks": request.ranks,
         "shards": request.shards,
+        "tp": request.tp,
         "device": request.device,
         "settings": {name: _plain(value) for name, value in asdict(settings).items()},
         "buckets": comparison.buckets,

@@ -57,3 +57,20 @@ NAMED_SHAPES: Mapping[str, Callable[[], Iterator[NamedShape]]] = {
     "llama-7b": lambda: _llama(width=4096, layers=32, hidden=11008, key_width=4096),
     "llama-70b": lambda: _llama(width=8192, layers=80, hidden=28672, key_width=1024),
 }
+
+
+# How Megatron divides these models over ranks of tensor parallelism: embeddings and heads by words, the first matrix of
+# a pair by its outputs, the second by its inputs. GPT-2 has (inputs, outputs), Llama (outputs, inputs).
+_DIVIDED: Mapping[int, tuple[str, ...]] = {
+    0: (
+        *("wte.weight", "c_attn.bias", "c_fc.bias", "c_proj.weight"),
+        *("embed_tokens.weight", "q_proj.weight", "k_proj.weight", "v_proj.weight"),
+        *("gate_proj.weight", "up_proj.weight", "lm_head.weight"),
+    ),
+    1: ("c_attn.weight", "c_fc.weight", "o_proj.weight", "down_proj.weight"),
+}
+
+
+def divided_dimension(name: str) -> int | None:
+    """Return the dimension in which tensor parallelism divides a parameter; `None` if every rank has all of it."""
+    return next((dim for dim, endings in _DIVIDED.items() if name.endswith(endings)), None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zerostep.checkpoint.tensor_file import SAFETENSORS_DTYPES
+from zerostep.dtensors import local_of
 from zerostep.tools.errors import PlanError
 from zerostep.tools.planner.shapes import NAMED_SHAPES
 
@@ -27,16 +29,25 @@ _DTYPES = {**SAFETENSORS_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torc
 
 @dataclass(frozen=True)
 class Source:
-    """Named parameters and buffers on the meta device, in the model's order."""
+    """Named parameters and buffers on the meta device, in the model's order, as one rank holds them.
+
+    `whole_shapes` are those of the model's parameters, of which tensor parallelism leaves a rank a part.
+    """
 
     title: str
     params: tuple[tuple[str, nn.Parameter], ...]
     buffers: tuple[Tensor, ...] = ()
+    whole_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def buffer_bytes(self) -> int:
         """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def whole_elements(self) -> int:
+        """Number of elements of all parameters of the model."""
+        return sum(map(math.prod, self.whole_shapes))
 
     @property
     def elements(self) -> int:
@@ -49,26 +60,47 @@ class Source:
         return sum(param.numel() for _, param in self.params if param.requires_grad)
 
 
-def load(model: str, dtype: torch.dtype | None = None) -> Source:
-    """Return the parameters and buffers that `model` names; floating-point ones in `dtype`, as by `model.to(dtype)`."""
-    source = _load(model)
+DivideModule = Callable[[nn.Module], nn.Module]
+DivideTensor = Callable[[str, Tensor], Tensor]
+
+
+def load(
+    model: str,
+    dtype: torch.dtype | None = None,
+    divide_module: DivideModule | None = None,
+    divide_tensor: DivideTensor | None = None,
+) -> Source:
+    """Return the parameters and buffers that `model` names; floating-point ones in `dtype`, as by `model.to(dtype)`.
+
+    What a factory makes is given to `divide_module`, each tensor of a named shape to `divide_tensor`; what counts then
+    is what this rank holds of it.
+    """
+    source = _load(model, divide_module or _undivided, divide_tensor or _unchanged)
     if not source.params:
         raise PlanError(f"--model {model} has no parameters of a floating-point dtype: there is nothing to plan")
     if dtype is None:
         return source
     params = [(name, meta_parameter(param.shape, dtype, param.requires_grad)) for name, param in source.params]
     buffers = [buffer.to(dtype) if buffer.is_floating_point() else buffer for buffer in source.buffers]
-    return Source(source.title, tuple(params), tuple(buffers))
+    return replace(source, params=tuple(params), buffers=tuple(buffers))
 
 
-def _load(model: str) -> Source:
+def _undivided(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _unchanged(_: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _load(model: str, divide_module: DivideModule, divide_tensor: DivideTensor) -> Source:
     if model in NAMED_SHAPES:
-        params = [(name, meta_parameter(shape, torch.float32)) for name, shape in NAMED_SHAPES[model]()]
-        return Source(model, tuple(params))
+        shapes = ((name, meta_parameter(shape, torch.float32)) for name, shape in NAMED_SHAPES[model]())
+        return _source(model, [(name, divide_tensor(name, param)) for name, param in shapes], ())
     if model.endswith((".safetensors", ".json")):
         return _from_headers(Path(model))
     if ":" in model:
-        return _from_factory(model)
+        return _from_factory(model, divide_module)
     raise PlanError(f"--model {model} is none that is known: {_WANTED}")
 
 
@@ -80,15 +112,23 @@ def meta_parameter(shape: Iterable[int], dtype: torch.dtype, trainable: bool = T
 # ---------------------------------------------------------------------- a factory
 
 
-def _from_factory(path: str) -> Source:
+def _source(title: str, params: Sequence[tuple[str, Tensor]], buffers: Iterable[Tensor]) -> Source:
+    """What this rank holds of parameters and buffers."""
+    held = [(name, local_of(param), param.requires_grad) for name, param in params]
+    metas = [(name, meta_parameter(local.shape, local.dtype, trainable)) for name, local, trainable in held]
+    whole_shapes = tuple(tuple(param.shape) for _, param in params)
+    return Source(title, tuple(metas), tuple(local_of(buffer).to("meta") for buffer in buffers), whole_shapes)
+
+
+def _from_factory(path: str, divide: DivideModule) -> Source:
     factory = resolve(path, "--model")
     if not callable(factory):
         raise PlanError(f"--model {path} is a {type(factory).__name__}: name a function or class that makes the model")
     model = _build(path, factory)
     if not isinstance(model, nn.Module):
         raise PlanError(f"--model {path} makes a {type(model).__name__}: the factory must return a torch.nn.Module")
-    params = [(name, meta_parameter(p.shape, p.dtype, p.requires_grad)) for name, p in model.named_parameters()]
-    return Source(path, tuple(params), tuple(buffer.to("meta") for buffer in model.buffers()))
+    divided = divide(model)
+    return _source(path, list(divided.named_parameters()), divided.buffers())
 
 
 def _build(path: str, factory: Callable[[], Any]) -> Any:
@@ -143,7 +183,7 @@ def _from_headers(path: Path) -> Source:
     others = [
         torch.empty(shape, dtype=dtype, device="meta") for _, shape, dtype in tensors if not dtype.is_floating_point
     ]
-    return Source(str(path), tuple(params), tuple(others))
+    return _source(str(path), params, others)
 
 
 def _files_of_index(path: Path) -> list[Path]:
