@@ -36,13 +36,7 @@ from zerostep.optim.closures import evaluated
 from zerostep.optim.division import Division, OwnRanks, connect_own, global_ranks, own_ranks
 from zerostep.optim.inner_methods import InnerMethods
 from zerostep.optim.sharded_join import ShardedJoin, ShardedJoinHook
-<<<<<<< HEAD
-from zerostep.optim.sharded_state import ShardedState
 from zerostep.optim.view import OptimizerView, ViewPart
-from zerostep.plan.buckets import extend
-=======
-from zerostep.optim.view import OptimizerView
->>>>>>> main
 from zerostep.plan.groups import (
     GROUP_KEY,
     Group,
@@ -645,25 +639,16 @@ class ShardedOptimizer(PartitionedOptimizer):
     def optimizer_view(self) -> OptimizerView:
         """What a checkpoint reads and replaces, for zerostep's own use; raises inside a join context."""
         self._refuse_joining()
-        if len(self._divisions) > 1:
-            raise RuntimeError(
-                "checkpoints of an optimizer with a process_group in a parameter group are not written yet: use "
-                "consolidate_state_dict() and state_dict(), for each set of experts"
-            )
         optimizers = group_optimizers(self._divisions, self.param_groups)
         return OptimizerView(
             control=self._ranks.control,
             model_ranks=self._model_ranks,
-            parts=[self._part()],
+            parts=[self._view_part(division) for division in self._divisions],
             groups=self.param_groups,
             optimizer_names=[type(optimizer).__name__ for optimizer in optimizers],
             step=self._training.count,
             saves=self._saves,
             ensure_complete=self._ensure_complete,
-<<<<<<< HEAD
-=======
-            param_states=self._main.state.leaves.param_states,
->>>>>>> main
             global_state=lambda: self._inners.named,
             group_optimizer=self._main.state.group_optimizer,
             loads_whole_state=self._training.verifies,
@@ -672,13 +657,16 @@ class ShardedOptimizer(PartitionedOptimizer):
             mark_broken=self._health.mark_broken,
         )
 
-    def _part(self) -> ViewPart:
+    def _view_part(self, division: Division) -> ViewPart:
+        group = division.ranks.group
+        is_own = division is not self._main and group is not None
         return ViewPart(
-            rank=self.rank,
-            writes=self._ranks.replicas.rank == 0,
-            layout=self._layout,
-            params=self._training.engine.buckets.params,
-            param_states=self._state.leaves.param_states,
+            rank=division.ranks.shards.rank,
+            writes=division.ranks.replicas.rank == 0,
+            layout=division.layout,
+            params=division.engine.buckets.params,
+            param_states=division.state.leaves.param_states,
+            own_ranks=tuple(dist.get_process_group_ranks(group)) if is_own else None,
         )
 
     def _restore(
@@ -688,17 +676,16 @@ class ShardedOptimizer(PartitionedOptimizer):
         options: Sequence[Group],
         step: int,
     ) -> Callable[[], None]:
-<<<<<<< HEAD
-        (states,) = saved
-        replace = self._state.prepare_restore(states, global_state, options, step)
-=======
-        replace = self._main.state.prepare_restore(saved, global_state, options)
->>>>>>> main
+        acts = [
+            division.state.prepare_restore(states, global_state if division is self._main else {}, options)
+            for division, states in zip(self._divisions, saved, strict=True)
+        ]
 
         def apply() -> None:
             self._training.recover()
-            replace()
-            self._training.loaded(bool(saved), step)
+            for act in acts:
+                act()
+            self._training.loaded(any(saved), step)
             self._all_state_dicts = []
 
         return apply
