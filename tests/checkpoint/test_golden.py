@@ -42,7 +42,7 @@ def test_the_golden_files_are_small_and_of_their_version() -> None:
 
 # Of a mesh.
 
-SAME, OTHER = make_v2.PLACEMENTS, {"up.weight": Shard(1), "down.weight": Shard(0), "norm.bias": Replicate()}
+SAME, OTHER = mesh_training.PLACEMENTS, {"up.weight": Shard(1), "down.weight": Shard(0), "norm.bias": Replicate()}
 
 
 def _loaded_on_mesh(

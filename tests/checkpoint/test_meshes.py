@@ -190,7 +190,7 @@ def _check_offline(path: Path, folder: Path, expected: Everything) -> None:
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     optimizer = AdamW(model.named_parameters())
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     state = {f"{names[param]}.{key}": value for param, entry in optimizer.state.items() for key, value in entry.items()}
     assert_same_bits(dict(sorted(state.items())), expected["state"])
 
@@ -210,7 +210,7 @@ def test_what_all_tensor_parallel_ranks_hold_is_written_once(pool: Pool, tmp_pat
 
 
 def test_another_optimizer(pool: Pool, tmp_path: Path) -> None:
-    options = {"kind": SGD, "momentum": 0.9}
+    options: dict[str, Any] = {"kind": SGD, "momentum": 0.9}
     expected = _save_at(pool, tmp_path / "it", (2, 2), "sharded", **options)
     for mesh in ((1, 4), (4, 1)):
         for _, found in _load_at(pool, tmp_path / "it", mesh, "sharded", "turned", **options):
@@ -218,7 +218,7 @@ def test_another_optimizer(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_sequence_parallel_and_masters(pool: Pool, tmp_path: Path) -> None:
-    options = {"master_dtype": torch.float64}
+    options: dict[str, Any] = {"master_dtype": torch.float64}
     expected = _save_at(pool, tmp_path / "it", (2, 2), "sharded", "sp", **options)
     for mesh in ((1, 4), (2, 1)):
         for _, found in _load_at(pool, tmp_path / "it", mesh, "sharded", "sp", **options):

@@ -21,7 +21,7 @@ from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.transport import NullTransport
 from zerostep.optim.view import OptimizerView, ViewPart
 
-LR = {"lr": 0.01}
+LR: dict[str, Any] = {"lr": 0.01}
 
 
 class Experts(nn.Module):

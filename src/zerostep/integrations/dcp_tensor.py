@@ -62,8 +62,10 @@ class DcpTensor(Tensor):
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         if self.problem is not None:
             raise RuntimeError(self.problem)
+        if not self.written:
+            return []
         if self.sources is None:
-            return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for _ in self.written]
+            return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
         return [
             WriteItem(
                 MetadataIndex(fqn, part.offsets),
