@@ -3,10 +3,11 @@
 import warnings
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import zeros
 from torch.optim import AdamW
 
@@ -44,7 +45,7 @@ def _saved(_: ProcessGroup, path: str) -> dict[str, Tensor]:
     model, optimizer = _trained((2, 2), 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"optim": zerostep.dcp_state(optimizer)}, checkpoint_id=path)
+        dcp_save({"optim": zerostep.dcp_state(optimizer)}, checkpoint_id=path)
     return _state(model, optimizer)
 
 
@@ -52,18 +53,18 @@ def _loaded(_: ProcessGroup, path: str, mesh: tuple[int, int], steps: int) -> di
     model, optimizer = _trained(mesh, steps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load({"optim": zerostep.dcp_state(optimizer)}, checkpoint_id=path)
+        dcp_load({"optim": zerostep.dcp_state(optimizer)}, checkpoint_id=path)
     return _state(model, optimizer)
 
 
 def _read_by_torch(_: ProcessGroup, path: str) -> dict[str, Tensor]:
     """As torch's own state of an optimizer on DTensors is read."""
     model = build(place(1, 4))
-    param = model.up.weight
-    wanted = zeros(*param.shape, device_mesh=param.device_mesh, placements=param.placements)  # type: ignore[arg-type]
+    param: Any = model.up.weight
+    wanted = zeros(*param.shape, device_mesh=param.device_mesh, placements=param.placements)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load({"optim": {"state": {"up.weight": {"exp_avg": wanted}}}}, checkpoint_id=path)
+        dcp_load({"optim": {"state": {"up.weight": {"exp_avg": wanted}}}}, checkpoint_id=path)
     return {"up.weight.exp_avg": wanted.full_tensor()}
 
 
