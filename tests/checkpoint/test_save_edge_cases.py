@@ -133,11 +133,11 @@ def _half_way(group: ProcessGroup, kind: str, root: Path) -> None:
     zerostep.save(root / "it", optimizer, model)
     read, seen = Reader.weight, list[int]()
 
-    def bad(reader: Reader, number: int, part: Any) -> Tensor:
+    def bad(reader: Reader, number: int, *part: Any) -> Tensor:
         seen.append(number)
         if dist.get_rank(group) == 1 and len(seen) == 2:
             raise CheckpointError("a bad sector")
-        return read(reader, number, part)
+        return read(reader, number, *part)
 
     with mock.patch.object(Reader, "weight", bad), pytest.raises(CheckpointError, match="a bad sector"):
         zerostep.load(root / "it", optimizer, model)

@@ -225,7 +225,7 @@ def test_ranks_that_save_under_different_names_say_so(pool: Pool, tmp_path: Path
 def test_a_manifest_is_json_that_anybody_can_read(pool: Pool, tmp_path: Path) -> None:
     pool.run(save_extra, 2, str(tmp_path / "it"), {"epoch": 3})
     body = json.loads((tmp_path / "it" / "manifest.json").read_text())["manifest"]
-    assert (body["format"], body["version"], body["extra"]) == ("zerostep", 1, [["dict", ["epoch", 3]]])
+    assert (body["format"], body["version"], body["extra"]) == ("zerostep", 2, [["dict", ["epoch", 3]]])
     assert [file["bytes"] for file in body["files"]] == [
         (tmp_path / "it" / file["name"]).stat().st_size for file in body["files"]
     ]
