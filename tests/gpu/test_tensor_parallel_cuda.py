@@ -101,7 +101,7 @@ class _Mixed(nn.Module):
         return x
 
 
-def _two_communicators(group: ProcessGroup, gather: str) -> None:
+def _two_communicators(group: ProcessGroup, gather: Any) -> None:
     """Reduce-scatters of the optimizer and sums of the model in one backward, with kernels that begin late."""
     os.environ.setdefault("NCCL_HOSTID", f"rank-{dist.get_rank()}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import SGD, AdamW
 
 from tests.helpers.mesh_contest import (
@@ -22,6 +24,7 @@ from tests.helpers.mesh_contest import (
     train,
 )
 from tests.helpers.meshes import (
+    Net,
     Place,
     average,
     batches,
@@ -35,6 +38,7 @@ from tests.helpers.meshes import (
     train_plain,
     whole,
 )
+from tests.helpers.overlap import logged_warnings
 from tests.helpers.pool import Pool, run_fresh
 from zerostep import ShardedOptimizer
 
@@ -299,6 +303,23 @@ def _refused(group: ProcessGroup) -> None:
 
 def test_what_cannot_be_divided_is_refused(pool: Pool) -> None:
     pool.run(_refused, 4)
+
+
+def _unequal(group: ProcessGroup) -> list[str]:
+    here = place(2, 2)
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    parallelize_module(model, here.tp, tensor_parallel())
+    with logged_warnings() as logs:
+        ShardedOptimizer(model, AdamW, process_group=here.dp)
+    return logs
+
+
+def test_replicas_that_are_not_equal_over_the_mesh_are_told(pool: Pool) -> None:
+    """An ordinary parameter of another seed on each tp coordinate: torch says nothing, and the model is no model."""
+    for rank, logs in enumerate(pool.run(_unequal, 4)):
+        told = [text for text in logs if "over the tp dimension" in text]
+        assert len(told) == (rank % 2 == 0), logs
 
 
 def _one_rank_fails(group: ProcessGroup) -> None:

@@ -38,10 +38,10 @@ class ValueSamples:
         samples = _to_host([_sample(param) for param in params])
         self._digests = [_digest(param, sample) for param, sample in zip(params, samples, strict=True)]
 
-    def compare(self, transport: Transport, must_be_equal: bool) -> None:
+    def compare(self, transport: Transport, must_be_equal: bool, remedy: str = _VALUES_REMEDY) -> None:
         """Raise on all ranks if some have the same values in another order; a collective.
 
-        With `must_be_equal`, rank 0 logs a warning if values differ in any other way.
+        With `must_be_equal`, rank 0 logs a warning if values differ in any other way, which ends with `remedy`.
         """
         together = _to_int(b"".join(digest.to_bytes(8, "little", signed=True) for digest in self._digests))
         if len({row[0] for row in transport.all_gather_ints([together])}) == 1:
@@ -52,7 +52,7 @@ class ValueSamples:
         if permuted:
             raise self._order_error(rows[0], rows[permuted[0]], permuted)
         if must_be_equal and transport.rank == 0:
-            logger.warning("%s; %s", self._describe_values(rows), _VALUES_REMEDY)
+            logger.warning("%s; %s", self._describe_values(rows), remedy)
 
     def _order_error(self, first: Sequence[int], other: Sequence[int], ranks: Sequence[int]) -> ValueError:
         moved = [index for index, (here, there) in enumerate(zip(first, other, strict=True)) if here != there]

@@ -20,6 +20,7 @@ from zerostep.comm.agreement import Fact, agreed, facts_of, layout_facts
 from zerostep.comm.mesh import Ranks, resolve
 from zerostep.comm.transport import Transport
 from zerostep.comm.value_samples import ValueSamples
+from zerostep.dtensors import sharding_groups
 from zerostep.optim.sharded_state import ShardedState
 from zerostep.plan.buckets import extend
 from zerostep.plan.groups import GROUP_KEY, Group, all_params, without_params
@@ -161,6 +162,17 @@ class Division:
         entries = enumerate(zip(self._named_specs(), self.params, strict=True))
         unnamed = [(f"parameter {index}", param) for index, (spec, param) in entries if spec.name == f"param.{index}"]
         return ValueSamples([title for title, _ in unnamed], [param for _, param in unnamed])
+
+    def sample_replicated(self) -> ValueSamples:
+        """Samples of the parameters that no mesh shards, which its ranks must all have with the same values."""
+        pairs = zip(self._named_specs(), self.params, strict=True)
+        found = [(f"parameter {spec.name!r}", param) for spec, param in pairs if not sharding_groups(param)]
+        return ValueSamples([title for title, _ in found], [param for _, param in found])
+
+    def updated_over_a_mesh(self) -> list[str]:
+        """The parameters that a mesh shards, and that are updated as a whole."""
+        pairs = zip(self._named_specs(), self.params, strict=True)
+        return [spec.name for spec, param in pairs if sharding_groups(param) and not spec.splittable]
 
     def shared_tensors(self, others: Collection[int]) -> list[Titled]:
         """All that rank 0 sends to the others before the first step of a bare module, but for `others`, which are ids.

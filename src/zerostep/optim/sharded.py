@@ -29,7 +29,6 @@ from zerostep.comm.mesh import mesh_controls, resolve
 from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
 from zerostep.comm.transport import calling
-from zerostep.dtensors import sharding_groups
 from zerostep.optim.all_divisions import collect_state, consolidated, group_optimizers, load_whole, stats_of
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
@@ -81,6 +80,10 @@ _OWN_RANKS_BARE = (
 _EVENLY = (
     "build the same optimizer on all ranks of the mesh, and let it divide such parameters evenly; or use "
     "ZeroRedundancyOptimizer, which chooses owners by whole sizes"
+)
+_REPLICATED = (
+    "tensor parallelism takes what it does not shard for equal on its ranks: make the model from the same seed on all "
+    "ranks, or broadcast such parameters over the tp dimension, before the optimizer is built"
 )
 _ADDING = "add the same group on every rank, after step() and before the next backward pass"
 
@@ -172,19 +175,22 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.process_group = self._ranks.group if self._ranks.group is not None else dist.group.WORLD
         self.rank, self.world_size = self._ranks.shards.rank, self._ranks.shards.world_size
         across = mesh_controls(self._model.parameters())
-        with agreed_by_each(across) as mesh_agreements, agreed(self._ranks.control) as agreement:
+        with agreed_by_each(across), agreed(self._ranks.control) as agreement:
             self._audits = Audits(audit_every, self._health)
             self._build(params, verify)
             self._refuse_with_own_ranks(audit_every)
             broadcast = broadcast_facts(self._shared_tensors()) if self._ddp is None else []
             extra = Fact("verify", repr(verify)), Fact("audit_every", repr(audit_every))
             agreement.compare([*self._facts(broadcast), *extra])
-            for each in mesh_agreements:
-                each.compare(self._mesh_facts(), _EVENLY)
             samples = self._main.sample_unnamed()
         samples.compare(self._ranks.control, must_be_equal=False)
         self._add_divisions()
+        with agreed_by_each(across) as mesh_agreements:
+            for each in mesh_agreements:
+                each.compare(self._mesh_facts(), _EVENLY)
         self._start()
+        for control in across:
+            self._main.sample_replicated().compare(control, must_be_equal=True, remedy=_REPLICATED)
         for division in self._divisions if verify else ():
             division.verify_with_reference(_VERIFIED_STEPS if verify is True else verify)
 
@@ -314,11 +320,12 @@ class ShardedOptimizer(PartitionedOptimizer):
 
     def _mesh_facts(self) -> list[Fact]:
         """What must be equal on ranks that hold other blocks of the same parameters."""
-        pairs = zip(self._layout.params, self._main.params, strict=True)
-        whole = [spec.name for spec, param in pairs if sharding_groups(param) and not spec.splittable]
         facts = [Fact("the settings", str(self._settings))]
-        if whole:  # their updates communicate over the mesh, bucket by bucket
-            facts.append(Fact(f"the layout, with {whole[0]!r}, which is updated as a whole,", self._layout.digest()))
+        for division in self._divisions:
+            whole = division.updated_over_a_mesh()
+            if whole:  # these updates communicate over the mesh, bucket by bucket
+                title = f"the layout, with {whole[0]!r}, which is updated as a whole,"
+                facts.append(Fact(title, division.layout.digest()))
         return facts
 
     def _shared_tensors(self) -> list[Titled]:
