@@ -315,7 +315,6 @@ def _refused(group: ProcessGroup) -> dict[str, str]:
         "drop-in": message(drop_in),
         "torch's clip": message(clip),
         "scaler": message(unscaled),
-        "view": message(lambda: build().optimizer_view()),
     }
 
 
@@ -335,7 +334,6 @@ EXPECTED = {
     "drop-in": "use ShardedOptimizer",
     "torch's clip": "use the optimizer's own clip_grad_norm_()",
     "scaler": "train parameters of the other groups, too",
-    "view": "not written yet",
 }
 
 
