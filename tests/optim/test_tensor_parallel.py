@@ -54,23 +54,26 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _contest(group: ProcessGroup, shape: tuple[int, int], kind: Any, styles: Styles, mode: str) -> None:
-    # With four replicas the terms of a sum come in another order.
-    contest(place(*shape), kind, styles, MODES[mode], 1e-6 if shape[0] > 2 else 0.0)
+STYLES = [tensor_parallel, sequence_parallel]
+
+
+def _contests(group: ProcessGroup, shape: tuple[int, int], kinds: list[Any], mode: str) -> None:
+    here = place(*shape)
+    for kind in kinds:
+        for styles in STYLES:
+            # With four replicas the terms of a sum come in another order.
+            contest(here, kind, styles, MODES[mode], 1e-6 if shape[0] > 2 else 0.0)
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
 @pytest.mark.parametrize("kind", [AdamW, SGD, "muon"], ids=["adamw", "sgd", "muon"])
-def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int], styles: Styles, kind: Any) -> None:
-    pool.run(_contest, 4, shape, kind, styles, "forward")
+def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int], kind: Any) -> None:
+    pool.run(_contests, 4, shape, [kind], "forward")
 
 
-@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
-@pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_is_equal(pool: Pool, mode: str, kind: Any, styles: Styles) -> None:
-    pool.run(_contest, 4, (2, 2), kind, styles, mode)
+def test_every_mode_is_equal(pool: Pool, mode: str) -> None:
+    pool.run(_contests, 4, (2, 2), [AdamW, "muon"], mode)
 
 
 class _Uneven(nn.Module):
@@ -120,16 +123,16 @@ def test_a_mesh_that_divides_unevenly(pool: Pool, shape: tuple[int, int], kind: 
 # ---------------------------------------------------------------------- numbers of all gradients
 
 
-def _clipped(group: ProcessGroup, shape: tuple[int, int], styles: Styles, mode: str) -> None:
-    # The factor is rounded once more or less.
-    contest(place(*shape), AdamW, styles, MODES[mode], 1e-5, most=0.05)
-
-
-@pytest.mark.parametrize("styles", [tensor_parallel, sequence_parallel], ids=["tp", "sp"])
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
-def test_the_norm_counts_each_element_of_the_mesh_once(pool: Pool, shape: tuple[int, int], styles: Styles) -> None:
+def _clipped(group: ProcessGroup, shape: tuple[int, int]) -> None:
+    here = place(*shape)
     for mode in ("forward", "all"):
-        pool.run(_clipped, 4, shape, styles, mode)
+        for styles in STYLES:
+            contest(here, AdamW, styles, MODES[mode], 1e-5, most=0.05)  # the factor is rounded once more or less
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
+def test_the_norm_counts_each_element_of_the_mesh_once(pool: Pool, shape: tuple[int, int]) -> None:
+    pool.run(_clipped, 4, shape)
 
 
 def _orders(group: ProcessGroup) -> None:
