@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 _slot: Any = DTensor.__dict__["_local_tensor"]
 
@@ -42,7 +43,9 @@ def as_like(local: Tensor, like: Tensor) -> Tensor:
         return local
     with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
         shape, stride = like.shape, like.stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    # Not by from_local, which moves host memory, as that of collected state, to the device of the mesh.
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_grad(grad: Tensor, param: Tensor) -> Tensor:
@@ -79,6 +82,13 @@ def check_placements(name: str, tensor: Tensor, divided_by: Iterable[int]) -> No
                 f"parameter {name!r} {kind} over its mesh ({placement}), and only Shard and Replicate can be divided: "
                 "redistribute it before the optimizer is built"
             )
+    _, ranges = local_ranges(tensor)
+    sizes, held = tuple(stop - start for start, stop in ranges), tuple(local_of(tensor).shape)
+    if sizes != held:
+        raise ValueError(
+            f"parameter {name!r} has a local part of shape {held} here, where torch would divide it into {sizes}: make "
+            "it with distribute_tensor, so that it is known which elements each rank holds"
+        )
     both = set(_mesh_ranks(tensor)).intersection(divided_by) - {dist.get_rank()}
     if both:
         raise ValueError(
@@ -86,6 +96,18 @@ def check_placements(name: str, tensor: Tensor, divided_by: Iterable[int]) -> No
             "state, too: give process_group the data-parallel dimension of the mesh, mesh['dp'], or use plain "
             "parameters there"
         )
+
+
+def check_overlap(name: str, tensor: Tensor, everyone: Iterable[int]) -> None:
+    """Raise `ValueError` if a dimension of a DTensor's mesh has some of the ranks `everyone` beside other ranks."""
+    known = set(everyone)
+    for group in mesh_groups(tensor):
+        ranks = set(dist.get_process_group_ranks(group))
+        if len(ranks & known) > 1 and not ranks <= known:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor over ranks {sorted(ranks)}, some of which belong to this optimizer "
+                "and some do not, so that norms would count it twice: use a mesh that lies inside or outside"
+            )
 
 
 def _mesh_ranks(tensor: DTensor) -> list[int]:

@@ -63,6 +63,13 @@ class ReplicaAllReduce:
         return memory.to(part.device)
 
 
+def as_group(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """A process group, or that of a mesh of one dimension; `ValueError` for other meshes."""
+    if isinstance(given, DeviceMesh) and given.ndim != 1:
+        raise ValueError(f"a mesh of {given.ndim} dimensions is no process group: pass the submesh of one, mesh['dp']")
+    return given.get_group() if isinstance(given, DeviceMesh) else given
+
+
 def resolve(
     given: dist.ProcessGroup | DeviceMesh | None, device: torch.device | None, presence: Presence | None = None
 ) -> Ranks:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zerostep.comm.transport import BucketMemory, Message
-from zerostep.dtensors import local_of, locals_of
+from zerostep.dtensors import is_dtensor, local_of, locals_of
 from zerostep.plan.layout import Bucket, Layout, Slot
 from zerostep.tensors import flat_alias, is_dense, with_own_storage
 
@@ -183,6 +183,7 @@ class FlatBucket:
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], size: int | None = None) -> None:
         self.bucket = bucket
         self._params = [params[slot.param] for slot in bucket.slots]
+        self._any_dtensor = any(map(is_dtensor, self._params))
         self._flat = local_of(self._params[0]).detach().new_zeros(bucket.size if size is None else size)
         self._pointers: list[int] = []
         for slot, memory in zip(bucket.slots, locals_of(self._params), strict=True):
@@ -198,7 +199,8 @@ class FlatBucket:
 
     def rebound(self) -> list[int]:
         """The positions in the bucket of parameters whose `.data` was bound to other memory."""
-        pairs = zip(locals_of(self._params), self._pointers, strict=True)
+        memories = locals_of(self._params) if self._any_dtensor else self._params
+        pairs = zip(memories, self._pointers, strict=True)
         return [position for position, (memory, pointer) in enumerate(pairs) if memory.data_ptr() != pointer]
 
     def attach(self) -> None:

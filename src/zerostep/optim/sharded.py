@@ -28,7 +28,8 @@ from zerostep.comm.background import BackgroundSaves
 from zerostep.comm.mesh import mesh_controls, resolve
 from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
-from zerostep.comm.transport import calling
+from zerostep.comm.transport import Transport, calling
+from zerostep.dtensors import is_dtensor
 from zerostep.optim.all_divisions import collect_state, consolidated, group_optimizers, load_whole, stats_of
 from zerostep.optim.base import PartitionedOptimizer, refuse_dcp
 from zerostep.optim.closures import evaluated
@@ -42,6 +43,7 @@ from zerostep.plan.groups import (
     OptimizerClass,
     all_params,
     check_dtensors,
+    check_mesh_overlap,
     class_of,
     normalise,
     refuse_dtensors,
@@ -184,17 +186,21 @@ class ShardedOptimizer(PartitionedOptimizer):
             agreement.compare([*self._facts(broadcast), *extra])
             samples = self._main.sample_unnamed()
         samples.compare(self._ranks.control, must_be_equal=False)
-        self._add_divisions()
         with agreed_by_each(across) as mesh_agreements:
+            self._add_divisions()
             for each in mesh_agreements:
                 each.compare(self._mesh_facts(), _EVENLY)
-        self._start()
-        for control in across:
-            self._main.sample_replicated().compare(control, must_be_equal=True, remedy=_REPLICATED)
+        with agreed_by_each(across):
+            self._start()
+        self._compare_replicas(across)
         for division in self._divisions if verify else ():
             division.verify_with_reference(_VERIFIED_STEPS if verify is True else verify)
 
     # ------------------------------------------------------------------ construction
+
+    def _compare_replicas(self, across: Sequence[Transport]) -> None:
+        for control in across:
+            self._main.sample_replicated().compare(control, must_be_equal=True, remedy=_REPLICATED)
 
     def _build(self, params: Any, verify: bool | int) -> None:
         """Everything that can go wrong on one rank alone; nothing of the user's is touched."""
@@ -213,6 +219,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         for own in self._own_ranks:
             groups_there = [self.param_groups[number] for number in sorted(own.groups)]
             check_dtensors(groups_there, dist.get_process_group_ranks(own.process_group))
+            check_mesh_overlap(groups_there, dist.get_process_group_ranks(self.process_group))
         elsewhere = frozenset[int]().union(*(own.groups for own in self._own_ranks))
         groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
         owns = lambda number: number not in elsewhere  # noqa: E731
@@ -276,8 +283,18 @@ class ShardedOptimizer(PartitionedOptimizer):
         refuse_shared_memory(self.param_groups)
         shared = [group for group in self.param_groups if group.get(GROUP_KEY) is None]
         check_dtensors(shared, dist.get_process_group_ranks(self.process_group))
+        self._refuse_dtensors_elsewhere()
         if self._ddp is not None:
             self._check_ddp(self._ddp)
+
+    def _refuse_dtensors_elsewhere(self) -> None:
+        """Ranks of a mesh agree over the meshes of the model's parameters."""
+        known = set(map(id, self._model.parameters()))
+        if any(is_dtensor(param) and id(param) not in known for param in self._all_params):
+            raise ValueError(
+                "the optimizer gets a DTensor parameter that its model does not hold, whose mesh it cannot know on all "
+                "ranks: pass the module that holds it"
+            )
 
     def _check_ddp(self, ddp: DistributedDataParallel) -> None:
         self._check_ranks(ddp)
@@ -440,12 +457,15 @@ class ShardedOptimizer(PartitionedOptimizer):
             )
         before = len(self.param_groups), self._layout
         try:
-            with agreed(self._ranks.control) as agreement:
+            across = mesh_controls(self._model.parameters())
+            with agreed_by_each(across) as mesh_agreements, agreed(self._ranks.control) as agreement:
                 self._append(param_group)
                 # Buckets in flight are those that all ranks have: with a further one, passes would not match.
                 passes = self._training.engine.iteration.passes
                 fact = Fact("the number of backward passes since the last step", str(passes))
                 agreement.compare([fact, *self._facts()], _ADDING)
+                for each in mesh_agreements:
+                    each.compare(self._mesh_facts(), _EVENLY)
                 samples = self._main.sample_unnamed()
             samples.compare(self._ranks.control, must_be_equal=False)
         except Exception:
@@ -455,6 +475,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self.synchronize()
         for division in self._divisions:
             division.start_last_group(broadcast=self._ddp is None)
+        self._compare_replicas(across)
 
     def _append(self, param_group: Group) -> None:
         if not isinstance(param_group, dict):

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
 from zerostep.comm.agreement import AllGather, Fact, agreed, describe_error, facts_of
 from zerostep.comm.background import BackgroundSaves
+from zerostep.comm.mesh import as_group
 from zerostep.comm.model_ranks import ModelRanks
 from zerostep.comm.objects import broadcast_object
 from zerostep.comm.stall_watch import check_stall_seconds, stall_limit, watch
@@ -73,7 +75,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         params: tensors, (name, tensor) pairs or parameter groups, as for any torch optimizer. All ranks must pass the
             same, in the same order; all raise if they differ.
         optimizer_class: the class of the inner optimizer, or any callable that takes `(param_groups, **defaults)`.
-        process_group: the ranks to divide the state among; the whole world if not given.
+        process_group: the ranks to divide the state among, a group or a mesh of one dimension; the whole world if not
+            given.
         parameters_as_bucket_view: move the parameters of each owner into one flat tensor and make each parameter a
             view of it. Saves the copies into and out of the transfer, at the price of changed storage.
         overlap_with_ddp: step inside backward, through one of the hooks in `zerostep.overlap`, and not in `step()`.
@@ -94,7 +97,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self,
         params: Any,
         optimizer_class: Callable[..., Optimizer],
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         audit_every: int | None = None,
@@ -103,6 +106,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         **defaults: Any,
     ) -> None:
         groups, error = _normalised(params)
+        process_group = as_group(process_group)
         self._transport: Transport = connect(process_group, _first_device(groups))
         watch(self._transport.presence, "ZeroRedundancyOptimizer", stall_limit(stall_seconds), weakly(self._give_up))
         self._control = control_of(self._transport)

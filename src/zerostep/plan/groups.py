@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerostep.dtensors import check_placements, is_dtensor, local_of
+from zerostep.dtensors import check_overlap, check_placements, is_dtensor, local_of
 from zerostep.plan.layout import ParamSpec
 from zerostep.tensors import is_dense
 
@@ -100,6 +100,12 @@ def check_dtensors(groups: Sequence[Group], divided_by: Sequence[int]) -> None:
     """Raise `ValueError` for DTensors that cannot be divided among the ranks `divided_by` in addition."""
     for param, name in zip(all_params(groups), _names(groups), strict=True):
         check_placements(name, param, divided_by)
+
+
+def check_mesh_overlap(groups: Sequence[Group], everyone: Sequence[int]) -> None:
+    """Raise `ValueError` for DTensors over some of the ranks `everyone` and others."""
+    for param, name in zip(all_params(groups), _names(groups), strict=True):
+        check_overlap(name, param, everyone)
 
 
 def refuse_dtensors(groups: Sequence[Group], what: str, remedy: str) -> None:

@@ -164,10 +164,10 @@ class Engine:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
         exchanges = {id(exchange): exchange for exchange in [*self.buckets.exchanges, self._control]}.values()
-        between_replicas = self._sum_replicas.bytes_moved
+        between_replicas, (sent, received) = self._sum_replicas.bytes_moved, self._mesh_sums.traffic
         return (
-            between_replicas + sum(exchange.bytes_sent for exchange in exchanges),
-            between_replicas + sum(exchange.bytes_received for exchange in exchanges),
+            sent + between_replicas + sum(exchange.bytes_sent for exchange in exchanges),
+            received + between_replicas + sum(exchange.bytes_received for exchange in exchanges),
         )
 
     @property

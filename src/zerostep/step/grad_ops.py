@@ -6,6 +6,7 @@ ranks have the same gradients, because a parameter that any rank has used has on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
@@ -125,6 +126,11 @@ class ShardedGradOps:
         """What this rank adds to the norm of all: the shares of all ranks together count every element once."""
         if norm_type > 0:
             return self._over_mesh(self._own_sums(norm_type), norm_type)
+        if norm_type != -math.inf and self._mesh.has_counted:
+            raise ValueError(
+                f"a norm of order {norm_type} takes each gradient as a whole, and some of a group with a process_group "
+                "of its own are DTensors over ranks of the optimizer: use a positive order"
+            )
         # Of each whole gradient, as in `total_norm`: all ranks that divide them know these, and one of them counts.
         norms = self._norms_of(self._settled(), norm_type)
         return power_sum([norms] if self._buckets.rank == 0 else [], norm_type, self._device)

@@ -107,7 +107,7 @@ class Reduction:
             self._order = list(self._expected)
         self._missing = {index: len(members) for index, members in self._expected.items()}
         # Those that may be held are only counted.
-        counted = map(and_, trainable, map(and_, holdable, self._plan.countable))
+        counted = map(and_, map(and_, trainable, holdable), self._plan.countable)
         self._states, self._written, self._next = bytearray(counted), bytearray(len(trainable)), 0
         return changed
 

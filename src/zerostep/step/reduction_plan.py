@@ -69,7 +69,8 @@ class ReductionPlan:
     def holdable(self) -> bytes:
         """For each parameter, whether any dense gradient of it may be held as it is: its elements lie in order now."""
         with torch._C.DisableTorchFunctionSubclass():  # a late parameter would wait
-            contiguous = [memory.is_contiguous() for memory in locals_of(self.params)]
+            memories = self.params if all(self.countable) else locals_of(self.params)
+            contiguous = [memory.is_contiguous() for memory in memories]
         return bytes(map(and_, self.held_back, contiguous))
 
     @cached_property
