@@ -29,27 +29,27 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _group(ranks: list[int], backend: str) -> ProcessGroup:
-    found = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+def _group(ranks: list[int]) -> ProcessGroup:
+    found = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
     assert found is not None
     return found
 
 
-def _place(dp: int, tp: int, backend: str) -> Place:
+def _place(dp: int, tp: int) -> Place:
     """NCCL refuses several ranks on one GPU of one host, so each says that it is a host of its own."""
     os.environ.setdefault("NCCL_HOSTID", f"rank-{dist.get_rank()}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     grid = torch.arange(dp * tp).view(dp, tp)
     row, column = divmod(dist.get_rank(), tp)
-    groups = [_group(grid[:, column].tolist(), backend), _group(grid[row].tolist(), backend)]
+    groups = [_group(grid[:, column].tolist()), _group(grid[row].tolist())]
     return Place(DeviceMesh.from_group(groups, "cuda", mesh=grid, mesh_dim_names=("dp", "tp")))
 
 
 def _contest(
-    group: ProcessGroup, shape: tuple[int, int], backend: str, kind: Any, styles: str, mode: str, most: float | None
+    group: ProcessGroup, shape: tuple[int, int], kind: Any, styles: str, mode: str, most: float | None
 ) -> None:
     close = 1e-5 if most is not None or mode == "compiled" else 0.0
-    contest(_place(*shape, backend), kind, STYLES[styles], MODES[mode], close, most)
+    contest(_place(*shape), kind, STYLES[styles], MODES[mode], close, most)
     torch.cuda.synchronize()
 
 
@@ -57,20 +57,15 @@ def _contest(
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)], ids=str)
 def test_equal_to_torch_on_nccl(pool: Pool, shape: tuple[int, int], mode: str) -> None:
     for styles in STYLES:
-        pool.run(_contest, 2, shape, "nccl", AdamW, styles, mode, None, deadline=DEADLINE)
+        pool.run(_contest, 2, shape, AdamW, styles, mode, None, deadline=DEADLINE)
 
 
 def test_muon_gathers_its_matrices_on_nccl(pool: Pool) -> None:
-    pool.run(_contest, 2, (1, 2), "nccl", "muon", "tp", "forward", None, deadline=DEADLINE)
+    pool.run(_contest, 2, (1, 2), "muon", "tp", "forward", None, deadline=DEADLINE)
 
 
 def test_clipping_over_the_mesh_on_nccl(pool: Pool) -> None:
-    pool.run(_contest, 2, (1, 2), "nccl", SGD, "sp", "forward", 0.05, deadline=DEADLINE)
-
-
-@pytest.mark.parametrize("styles", STYLES)
-def test_four_ranks_on_gloo(pool: Pool, styles: str) -> None:
-    pool.run(_contest, 4, (2, 2), "gloo", SGD, styles, "forward", 0.05, deadline=DEADLINE)
+    pool.run(_contest, 2, (1, 2), SGD, "sp", "forward", 0.05, deadline=DEADLINE)
 
 
 class _SummedBackwards(torch.autograd.Function):
@@ -105,7 +100,7 @@ def _two_communicators(group: ProcessGroup, gather: Any) -> None:
     """Reduce-scatters of the optimizer and sums of the model in one backward, with kernels that begin late."""
     os.environ.setdefault("NCCL_HOSTID", f"rank-{dist.get_rank()}")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    ours, other = (_group([0, 1], "nccl") for _ in range(2))
+    ours, other = (_group([0, 1]) for _ in range(2))
     torch.manual_seed(0)
     model = _Mixed(other).cuda()
     plain = _Mixed(other).cuda()
@@ -137,7 +132,7 @@ def test_two_communicators_in_one_backward(pool: Pool, gather: str) -> None:
 
 
 def _state(group: ProcessGroup) -> None:
-    here = _place(2, 1, "nccl")
+    here = _place(2, 1)
     model, plain = build(here), build(here)
     data = batches(here, 2)
     optimizer, theirs = sharded(AdamW, model, here), plain_optimizer(AdamW, plain)
