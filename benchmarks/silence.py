@@ -86,12 +86,12 @@ def alone_among(world_size: int, rank: int, collectives: bool) -> Iterator[Silen
         return StreamExchange(ranks) if collectives else HostExchange(ranks)
 
     if world_size == 1:
-        with patch("zerostep.comm.mesh.connect", lambda group, device=None: NullTransport()):
+        with patch("zerostep.comm.mesh.connect", lambda group, device=None, presence=None: NullTransport()):
             yield transport
         return
     with (
-        patch("zerostep.comm.mesh.connect", lambda group, device=None: transport),
-        patch("zerostep.optim.zero.connect", lambda group, device=None: transport),
+        patch("zerostep.comm.mesh.connect", lambda group, device=None, presence=None: transport),
+        patch("zerostep.optim.zero.connect", lambda group, device=None, presence=None: transport),
         patch("zerostep.comm.mesh.control_of", lambda ranks: ranks),
         patch("zerostep.optim.zero.control_of", lambda ranks: ranks),
         patch("zerostep.step.bucket_shards.connect_exchange", exchange),

@@ -156,7 +156,7 @@ MODES: list[dict[str, Any]] = [{}, {"gather": "forward"}, {"update": "backward"}
 @pytest.mark.parametrize("options", MODES, ids=str)
 def test_a_parallel_transformer_learns_as_on_one_process(pool: Pool, options: dict[str, Any]) -> None:
     clip = "update" not in options
-    found = pool.run(_divided, 4, (2, 1, 2), clip, options, FEWER if options else STEPS, deadline=150)
+    found = pool.run(_divided, 4, (2, 1, 2), clip, options, FEWER, deadline=150)
     _assert_as_on_one_process(found, (2, 1, 2), clip)
 
 

@@ -66,9 +66,8 @@ def _contests(group: ProcessGroup, shape: tuple[int, int], kinds: list[Any], mod
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("kind", [AdamW, SGD, "muon"], ids=["adamw", "sgd", "muon"])
-def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int], kind: Any) -> None:
-    pool.run(_contests, 4, shape, [kind], "forward")
+def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int]) -> None:
+    pool.run(_contests, 4, shape, [AdamW, SGD, "muon"], "forward")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -397,14 +396,13 @@ def test_an_ordinary_gradient_of_a_dtensor_is_refused(pool: Pool) -> None:
     pool.run(_wrong_gradient, 4)
 
 
-def _compiled(group: ProcessGroup, kind: Any) -> None:
-    contest(place(2, 2), kind, sequence_parallel, {"compile": True}, 1e-5)
+def _compiled(group: ProcessGroup) -> None:
+    contest(place(2, 2), "muon", sequence_parallel, {"compile": True}, 1e-5)
 
 
-@pytest.mark.parametrize("kind", [AdamW, "muon"], ids=["adamw", "muon"])
-def test_compiled_updates(pool: Pool, kind: Any) -> None:
+def test_compiled_updates(pool: Pool) -> None:
     """Of flat parts as ever; what is updated as a whole over a mesh is not compiled."""
-    pool.run(_compiled, 4, kind, deadline=120.0)
+    pool.run(_compiled, 4, deadline=120.0)
 
 
 def _eight(group: ProcessGroup) -> None:

@@ -227,8 +227,8 @@ def _describe_state(saved: _Saved, number: int, tensors: dict[str, Tensor]) -> d
         shared = {key: encode(value, put, f"state {key!r}") for key, value in each.shared.items()}
         state.append([each.param, each.part.start, each.part.stop, list(each.per_element), shared])
     is_first = (seat.layout, seat.rank) == (0, 0)
-    of_none = saved.view.global_state() if is_first else {}
-    global_state = {key: encode(value, put, f"state {key!r}") for key, value in of_none.items()}
+    of_none = saved.view.global_state()  # on all ranks: it says on each what is not saved
+    global_state = {key: encode(value, put, f"state {key!r}") for key, value in of_none.items() if is_first}
     return {"layout": seat.layout, "rank": seat.rank, "state": state, "others": global_state}
 
 

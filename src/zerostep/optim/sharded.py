@@ -218,7 +218,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         self._own_ranks = own_ranks(self.param_groups, self._ranks)
         for own in self._own_ranks:
             groups_there = [self.param_groups[number] for number in sorted(own.groups)]
-            check_dtensors(groups_there, dist.get_process_group_ranks(own.process_group))
+            check_dtensors(groups_there, partial(dist.get_process_group_ranks, own.process_group))
             check_mesh_overlap(groups_there, dist.get_process_group_ranks(self.process_group))
         elsewhere = frozenset[int]().union(*(own.groups for own in self._own_ranks))
         groups = weakly(self._current_groups)  # what the optimizer holds must not hold the optimizer
@@ -282,7 +282,7 @@ class ShardedOptimizer(PartitionedOptimizer):
         refuse_sparse(self._all_params)
         refuse_shared_memory(self.param_groups)
         shared = [group for group in self.param_groups if group.get(GROUP_KEY) is None]
-        check_dtensors(shared, dist.get_process_group_ranks(self.process_group))
+        check_dtensors(shared, partial(dist.get_process_group_ranks, self.process_group))
         self._refuse_dtensors_elsewhere()
         if self._ddp is not None:
             self._check_ddp(self._ddp)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
                 logger.warning("parameters_as_bucket_view=True has no effect with overlap_with_ddp=True")
 
     def _check_dtensors(self, groups: Sequence[Group]) -> None:
-        check_dtensors(groups, dist.get_process_group_ranks(self.process_group))
+        check_dtensors(groups, partial(dist.get_process_group_ranks, self.process_group))
         if self._overlap_with_ddp:
             refuse_dtensors(groups, "overlap_with_ddp=True", "use overlap_with_ddp=False")
 

@@ -96,10 +96,11 @@ def refuse_shared_memory(groups: Sequence[Group]) -> None:
         end, before, device = param.data_ptr() + param.nbytes, name, param.device
 
 
-def check_dtensors(groups: Sequence[Group], divided_by: Sequence[int]) -> None:
+def check_dtensors(groups: Sequence[Group], divided_by: Callable[[], Sequence[int]]) -> None:
     """Raise `ValueError` for DTensors that cannot be divided among the ranks `divided_by` in addition."""
     for param, name in zip(all_params(groups), _names(groups), strict=True):
-        check_placements(name, param, divided_by)
+        if is_dtensor(param):
+            check_placements(name, param, divided_by())
 
 
 def check_mesh_overlap(groups: Sequence[Group], everyone: Sequence[int]) -> None:
