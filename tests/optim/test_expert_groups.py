@@ -54,7 +54,7 @@ def _training(group: ProcessGroup, kind: str, sets: Sets, pattern: Pattern, sett
     optimizer_class, options = KINDS[kind]
     optimizer = ours(group, own, model, optimizer_class, options, **settings)
     by_hand, rank = plain(reference, optimizer_class, options), dist.get_rank(group)
-    for step in range(10):
+    for step in range(STEPS):
         use = pattern(step, rank)
         optimizer.zero_grad()
         found = loss(model, step, rank, use)
@@ -68,9 +68,10 @@ def _training(group: ProcessGroup, kind: str, sets: Sets, pattern: Pattern, sett
         assert found.item() == expected.item()
     optimizer.synchronize()
     assert_same_bits(tensors(model), tensors(reference))
-    assert optimizer.stats().steps == 10
+    assert optimizer.stats().steps == STEPS
 
 
+STEPS = 6  # more than the patterns of `uneven`
 SETTINGS: dict[str, dict[str, Any]] = {
     "gather=step": {},
     "gather=forward": {"gather": "forward"},
@@ -80,8 +81,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*(("adamw", settings) for settings in SETTINGS), *((kind, "gather=forward") for kind in KINDS if kind != "adamw")],
+)
 def test_training_equals_one_by_hand_to_the_bit(pool: Pool, kind: str, settings: str) -> None:
     pool.run(_training, 4, kind, PAIRS, always, SETTINGS[settings])
 
@@ -91,8 +94,9 @@ def test_ranks_whose_experts_get_no_tokens_keep_the_order(pool: Pool, settings: 
     pool.run(_training, 4, "adamw", PAIRS, uneven, SETTINGS[settings])
 
 
-@pytest.mark.parametrize("pattern", [always, uneven])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "pattern"), [*((settings, uneven) for settings in SETTINGS), ("gather=forward", always)]
+)
 def test_every_rank_may_have_experts_of_its_own(pool: Pool, settings: str, pattern: Pattern) -> None:
     pool.run(_training, 4, "adamw", ALONE, pattern, SETTINGS[settings])
 
@@ -114,7 +118,7 @@ def _two_kinds(group: ProcessGroup, settings: dict[str, Any]) -> None:
     others = [param for param in reference.parameters() if param is not reference.expert(0).bias]
     theirs: list[dict[str, Any]] = [{"params": others}, {"params": [reference.expert(0).bias], "lr": 0.01}]
     by_hand = SGD(theirs, **MOMENTUM)
-    for step in range(10):
+    for step in range(STEPS):
         use = uneven(step, rank)
         for each, each_optimizer in ((model, optimizer), (reference, by_hand)):
             each_optimizer.zero_grad()

@@ -186,9 +186,13 @@ def _assert_stages(found: list[Values]) -> None:
     assert len(found[0]) + len(found[2]) == len(in_one_piece()[0])
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize("gather", ["step", "forward"])
-@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+WAYS = [
+    *((ScheduleGPipe, "step", False), (ScheduleGPipe, "forward", True)),
+    *((Schedule1F1B, "step", True), (Schedule1F1B, "forward", False)),
+]
+
+
+@pytest.mark.parametrize(("kind", "gather", "clip"), WAYS)
 def test_stages_that_reduce_once_a_step_equal_plain_ones(pool: Pool, kind: type, gather: str, clip: bool) -> None:
     _assert_stages(pool.run(_against_plain, 4, kind, clip, gather=gather))
 
@@ -209,9 +213,7 @@ def _each_pass(group: ProcessGroup, kind: type, clip: bool, interleaved: bool = 
     return ours.values()
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize("gather", ["step", "forward"])
-@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize(("kind", "gather", "clip"), WAYS)
 def test_stages_that_reduce_every_micro_batch_equal_plain_ones(pool: Pool, kind: type, gather: str, clip: bool) -> None:
     _assert_stages(pool.run(_each_pass, 4, kind, clip, gather=gather))
 
@@ -258,8 +260,7 @@ def _drop_in(group: ProcessGroup, kind: type, clip: bool) -> Values:
     return ours.values()
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize(("kind", "clip"), [(ScheduleGPipe, False), (Schedule1F1B, True)])
 def test_the_drop_in_on_stages_equals_plain(pool: Pool, kind: type, clip: bool) -> None:
     _assert_stages(pool.run(_drop_in, 4, kind, clip))
 

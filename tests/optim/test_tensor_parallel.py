@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
 
 from tests.helpers.mesh_contest import (
     ADAMW,
@@ -54,25 +54,25 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-STYLES = [tensor_parallel, sequence_parallel]
-
-
-def _contests(group: ProcessGroup, shape: tuple[int, int], kinds: list[Any], mode: str) -> None:
+def _contests(group: ProcessGroup, shape: tuple[int, int], kinds: list[tuple[Any, Styles]], mode: str) -> None:
     here = place(*shape)
-    for kind in kinds:
-        for styles in STYLES:
-            # With four replicas the terms of a sum come in another order.
-            contest(here, kind, styles, MODES[mode], 1e-6 if shape[0] > 2 else 0.0)
+    for kind, styles in kinds:
+        # With four replicas the terms of a sum come in another order.
+        contest(here, kind, styles, MODES[mode], 1e-6 if shape[0] > 2 else 0.0)
+
+
+PAIRS: list[tuple[Any, Styles]] = [(AdamW, sequence_parallel), ("muon", tensor_parallel)]
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_equal_to_torch_on_the_same_dtensors(pool: Pool, shape: tuple[int, int]) -> None:
-    pool.run(_contests, 4, shape, [AdamW, SGD, "muon"], "forward")
+    others = (AdamW, tensor_parallel), (SGD, sequence_parallel), ("muon", sequence_parallel)
+    pool.run(_contests, 4, shape, [*PAIRS, *others], "forward")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_equal(pool: Pool, mode: str) -> None:
-    pool.run(_contests, 4, (2, 2), [AdamW, "muon"], mode)
+    pool.run(_contests, 4, (2, 2), PAIRS, mode)
 
 
 class _Uneven(nn.Module):
@@ -124,9 +124,8 @@ def test_a_mesh_that_divides_unevenly(pool: Pool, shape: tuple[int, int], kind: 
 
 def _clipped(group: ProcessGroup, shape: tuple[int, int]) -> None:
     here = place(*shape)
-    for mode in ("forward", "all"):
-        for styles in STYLES:
-            contest(here, AdamW, styles, MODES[mode], 1e-5, most=0.05)  # the factor is rounded once more or less
+    for mode, styles in (("forward", sequence_parallel), ("all", tensor_parallel)):
+        contest(here, AdamW, styles, MODES[mode], 1e-5, most=0.05)  # the factor is rounded once more or less
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=str)
@@ -396,13 +395,25 @@ def test_an_ordinary_gradient_of_a_dtensor_is_refused(pool: Pool) -> None:
     pool.run(_wrong_gradient, 4)
 
 
-def _compiled(group: ProcessGroup) -> None:
-    contest(place(2, 2), "muon", sequence_parallel, {"compile": True}, 1e-5)
+def _compiled(group: ProcessGroup) -> list[str]:
+    here = place(2, 2)
+    model, plain = (build(here, sequence_parallel) for _ in range(2))
+    for param in [*model.parameters(), *plain.parameters()]:
+        param.requires_grad_(param.dim() == 2)
+    matrices = [param for param in plain.parameters() if param.requires_grad]
+    train_plain(here, plain, Muon(matrices, lr=0.02), batches(here, STEPS))
+    chosen = [each for each in model.named_parameters() if each[1].requires_grad]
+    with logged_warnings() as logs:
+        optimizer = ShardedOptimizer(model, Muon, chosen, process_group=here.dp, compile=True, lr=0.02)
+        train(model, optimizer, batches(here, STEPS))
+    assert_equal(model, plain)
+    return logs
 
 
-def test_compiled_updates(pool: Pool) -> None:
-    """Of flat parts as ever; what is updated as a whole over a mesh is not compiled."""
-    pool.run(_compiled, 4, deadline=120.0)
+def test_what_a_mesh_divides_is_not_compiled(pool: Pool) -> None:
+    """Compiled as what each rank holds, a slice would be made orthogonal."""
+    for logs in pool.run(_compiled, 4):
+        assert [text for text in logs if "updates parameters that a mesh divides by its own step()" in text], logs
 
 
 def _eight(group: ProcessGroup) -> None:
